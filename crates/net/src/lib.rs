@@ -1,0 +1,2 @@
+//! Address takeover, and in time the output gate and the proxy.
+#![forbid(unsafe_code)]

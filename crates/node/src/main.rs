@@ -1,0 +1,3 @@
+//! The `hotspare` program.
+#![forbid(unsafe_code)]
+fn main() {}

@@ -1,0 +1,2 @@
+//! Capture and restore of a process tree: the guest on the primary, the ghost on the spare.
+#![forbid(unsafe_code)]

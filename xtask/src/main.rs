@@ -1,0 +1,2 @@
+//! The one door: `cargo xtask …`.
+fn main() {}
