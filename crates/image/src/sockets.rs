@@ -1,0 +1,222 @@
+//! Sockets.
+
+use minicbor::{Decode, Encode};
+
+use crate::objects::FileId;
+use crate::tree::HostPath;
+
+/// An address as the kernel's `struct sockaddr` bytes, family first.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Encode, Decode)]
+#[cbor(transparent)]
+pub struct SocketAddress(
+    #[n(0)]
+    #[cbor(with = "minicbor::bytes")]
+    pub Vec<u8>,
+);
+
+/// A socket option: level, name, value.
+#[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(array)]
+pub struct SocketOption {
+    /// `SOL_SOCKET`, `IPPROTO_TCP`, …
+    #[n(0)]
+    pub level: i32,
+    /// `SO_*`, `TCP_*`, …
+    #[n(1)]
+    pub name: i32,
+    /// The bytes getsockopt(2) returned.
+    #[n(2)]
+    #[cbor(with = "minicbor::bytes")]
+    pub value: Vec<u8>,
+}
+
+/// A message in a socket's receive queue.
+#[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
+#[cbor(array)]
+pub struct QueuedMessage {
+    /// Sender, where the receiver can see it.
+    #[n(0)]
+    pub from: Option<SocketAddress>,
+    /// The bytes.
+    #[n(1)]
+    #[cbor(with = "minicbor::bytes")]
+    pub bytes: Vec<u8>,
+    /// Descriptors that travel with it (`SCM_RIGHTS`).
+    #[n(2)]
+    pub files: Vec<FileId>,
+    /// Sender's pid, uid, gid (`SCM_CREDENTIALS`).
+    #[n(3)]
+    pub credentials: Option<(i32, u32, u32)>,
+}
+
+/// AF_UNIX socket.
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
+#[cbor(array)]
+pub struct UnixSocket {
+    /// Inode number on the primary: the socket's identity.
+    #[n(0)]
+    pub inode: u64,
+    /// `SOCK_STREAM`, `SOCK_DGRAM` or `SOCK_SEQPACKET`.
+    #[n(1)]
+    pub kind: i32,
+    /// Bound address, if any.
+    #[n(2)]
+    pub address: Option<SocketAddress>,
+    /// File system path of the bound socket in the guest, absolute.
+    #[n(3)]
+    pub path: Option<HostPath>,
+    /// Listening, with this backlog.
+    #[n(4)]
+    pub backlog: Option<i32>,
+    /// Connections waiting in accept(2): the inodes of the connecting sockets, oldest first.
+    #[n(5)]
+    pub waiting: Vec<u64>,
+    /// Connected peer's inode.
+    #[n(6)]
+    pub peer: Option<u64>,
+    /// Receive queue, oldest first.
+    #[n(7)]
+    pub queue: Vec<QueuedMessage>,
+    /// shutdown(2): bit 0 receiving, bit 1 sending.
+    #[n(8)]
+    pub shutdown: u8,
+    /// Options that differ from a new socket's.
+    #[n(9)]
+    pub options: Vec<SocketOption>,
+}
+
+/// UDP socket.
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
+#[cbor(array)]
+pub struct UdpSocket {
+    /// Inode number on the primary.
+    #[n(0)]
+    pub inode: u64,
+    /// `AF_INET` or `AF_INET6`.
+    #[n(1)]
+    pub family: i32,
+    /// Bound address.
+    #[n(2)]
+    pub local: Option<SocketAddress>,
+    /// Connected address.
+    #[n(3)]
+    pub remote: Option<SocketAddress>,
+    /// Receive queue.
+    #[n(4)]
+    pub queue: Vec<QueuedMessage>,
+    /// Options that differ from a new socket's.
+    #[n(5)]
+    pub options: Vec<SocketOption>,
+}
+
+/// TCP socket.
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
+#[cbor(array)]
+pub struct TcpSocket {
+    /// Inode number on the primary.
+    #[n(0)]
+    pub inode: u64,
+    /// `AF_INET` or `AF_INET6`.
+    #[n(1)]
+    pub family: i32,
+    /// Bound address.
+    #[n(2)]
+    pub local: Option<SocketAddress>,
+    /// Its state.
+    #[n(3)]
+    pub state: TcpState,
+    /// Options that differ from a new socket's.
+    #[n(4)]
+    pub options: Vec<SocketOption>,
+}
+
+/// State of a TCP socket.
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
+pub enum TcpState {
+    /// Neither listening nor connected.
+    #[n(0)]
+    Closed,
+    /// listen(2).
+    #[n(1)]
+    Listening {
+        /// Backlog.
+        #[n(0)]
+        backlog: i32,
+    },
+    /// Connected, perhaps half closed.
+    #[n(2)]
+    Connected(#[n(0)] Box<TcpConnection>),
+    /// A connection that cannot be carried on (reason): its owner sees a reset.
+    #[n(3)]
+    Lost {
+        /// Why.
+        #[n(0)]
+        reason: String,
+        /// Remote address.
+        #[n(1)]
+        remote: Option<SocketAddress>,
+    },
+}
+
+/// An established TCP connection (tcp(7), `TCP_REPAIR`).
+#[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
+#[cbor(array)]
+pub struct TcpConnection {
+    /// Remote address.
+    #[n(0)]
+    pub remote: SocketAddress,
+    /// `TCP_ESTABLISHED` and so on, the kernel's numbers.
+    #[n(1)]
+    pub kernel_state: u8,
+    /// Sequence number of the first byte that is not acknowledged.
+    #[n(2)]
+    pub send_unacknowledged: u32,
+    /// Bytes from there: sent but not acknowledged …
+    #[n(3)]
+    #[cbor(with = "minicbor::bytes")]
+    pub sent: Vec<u8>,
+    /// … and not sent yet.
+    #[n(4)]
+    #[cbor(with = "minicbor::bytes")]
+    pub unsent: Vec<u8>,
+    /// Sequence number of the first byte not received.
+    #[n(5)]
+    pub receive_next: u32,
+    /// Received and not read.
+    #[n(6)]
+    #[cbor(with = "minicbor::bytes")]
+    pub unread: Vec<u8>,
+    /// `TCP_MAXSEG` at the handshake.
+    #[n(7)]
+    pub mss_clamp: u32,
+    /// Window scales of the peer and ours; none where not negotiated.
+    #[n(8)]
+    pub window_scales: Option<(u8, u8)>,
+    /// SACK negotiated.
+    #[n(9)]
+    pub sack: bool,
+    /// `TCP_TIMESTAMP`; none where not negotiated.
+    #[n(10)]
+    pub timestamp: Option<u32>,
+    /// `struct tcp_repair_window`: snd_wl1, snd_wnd, max_window, rcv_wnd, rcv_wup.
+    #[n(11)]
+    pub window: [u32; 5],
+}
+
+/// AF_NETLINK socket.
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
+#[cbor(array)]
+pub struct NetlinkSocket {
+    /// Protocol.
+    #[n(0)]
+    pub protocol: i32,
+    /// `SOCK_RAW` or `SOCK_DGRAM`.
+    #[n(1)]
+    pub kind: i32,
+    /// Bound address.
+    #[n(2)]
+    pub local: Option<SocketAddress>,
+    /// Options that differ from a new socket's.
+    #[n(3)]
+    pub options: Vec<SocketOption>,
+}
