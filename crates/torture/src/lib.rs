@@ -1,2 +1,9 @@
 //! Simulated hosts, fault injection and clients that verify every reply.
+//!
+//! [`lab`] makes hosts out of namespaces on this machine; tests, demo and benches all use it.
 #![forbid(unsafe_code)]
+
+pub mod clock;
+pub mod lab;
+
+pub use lab::{Host, Lab};

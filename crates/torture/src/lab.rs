@@ -1,0 +1,387 @@
+//! Simulated hosts: each a network namespace, a mount namespace with directories of its own, and
+//! a cgroup that holds every process of it.
+//!
+//! ```text
+//!   host 0        host 1         client
+//!   eth0│         eth0│          eth0│        10.77.0.1, .2, …; client .100; fd77::…
+//!   ════╪═════════════╪══════════════╪════    bridge, in the switch's network namespace
+//! ```
+//!
+//! The network of the machine itself is never touched. Namespaces have no names, so they end with
+//! this process however it ends; what can outlive it (processes in cgroups, directories) is
+//! removed when a [`Lab`] is dropped, or by the next run.
+
+mod cell;
+mod leftovers;
+mod process;
+mod switch;
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use hotspare_kernel::Namespaces;
+use nix::mount::{MsFlags, mount};
+
+use self::cell::Cell;
+use self::switch::Switch;
+
+pub use self::process::{Line, Output, Process};
+
+/// What can go wrong in a lab.
+#[derive(Debug, thiserror::Error)]
+pub enum LabError {
+    /// A simulated host needs root, to make namespaces.
+    #[error("simulated hosts need root (namespaces, cgroups): run this as root")]
+    NotRoot,
+    /// A system call failed.
+    #[error("{doing}: {source}")]
+    Io {
+        /// What was being done.
+        doing: String,
+        /// The answer of the kernel.
+        source: io::Error,
+    },
+    /// `ip` or `nft` refused.
+    #[error("{tool} failed: {said}\n(script: {script})")]
+    Tool {
+        /// The program.
+        tool: &'static str,
+        /// Its standard error.
+        said: String,
+        /// What it was told to do.
+        script: String,
+    },
+    /// Something awaited did not happen in time.
+    #[error("waited {waited:?} in vain for {what}")]
+    Deadline {
+        /// What was awaited.
+        what: String,
+        /// For how long.
+        waited: Duration,
+    },
+}
+
+/// Gives an [`io::Error`] the words of what was being done.
+pub(crate) trait Doing<T> {
+    fn doing(self, doing: impl FnOnce() -> String) -> Result<T, LabError>;
+}
+
+impl<T, E: Into<io::Error>> Doing<T> for Result<T, E> {
+    fn doing(self, doing: impl FnOnce() -> String) -> Result<T, LabError> {
+        self.map_err(|source| LabError::Io { doing: doing(), source: source.into() })
+    }
+}
+
+/// Directories that each host has for itself, at the same path on every host.
+pub const PRIVATE_DIRS: [&str; 3] = [LAB_DIR, "/run/hotspare", "/var/lib/hotspare"];
+
+/// The directory of a host's programs: configurations, data, files to replicate.
+pub const LAB_DIR: &str = "/srv/hotspare-lab";
+
+/// The address that guests offer their service on; no host has it by default.
+pub const SERVICE_V4: Ipv4Addr = Ipv4Addr::new(10, 77, 0, 50);
+/// As [`SERVICE_V4`].
+pub const SERVICE_V6: Ipv6Addr = Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, 0x50);
+/// [`SERVICE_V4`] with its prefix, as `--service-address` takes it.
+pub const SERVICE_CIDR: &str = "10.77.0.50/24";
+
+/// A set of simulated hosts and a client, joined by a switch.
+#[derive(Debug)]
+pub struct Lab {
+    hosts: Vec<Arc<Host>>,
+    client: Arc<Host>,
+    switch: Arc<Switch>,
+    dir: PathBuf,
+}
+
+impl Lab {
+    /// Makes `count` hosts and a client. Removes what an earlier run that was killed left.
+    pub fn new(count: usize) -> Result<Lab, LabError> {
+        if !nix::unistd::geteuid().is_root() {
+            return Err(LabError::NotRoot);
+        }
+        assert!(count < 50, "addresses are given out for fewer than 50 hosts");
+        leftovers::sweep()?;
+        let dir = leftovers::claim_dir()?;
+        let switch = Arc::new(Switch::new()?);
+        let make = |name: &str, number: u8| -> Result<Arc<Host>, LabError> {
+            Ok(Arc::new(Host::new(name, number, &dir, &switch)?))
+        };
+        let hosts = (0..count)
+            .map(|index| make(&format!("host{index}"), index as u8 + 1))
+            .collect::<Result<Vec<_>, _>>()?;
+        let client = make("client", 100)?;
+        Ok(Lab { hosts, client, switch, dir })
+    }
+
+    /// The hosts, in order of their addresses.
+    pub fn hosts(&self) -> &[Arc<Host>] {
+        &self.hosts
+    }
+
+    /// The host with this index; panics if there is none.
+    pub fn host(&self, index: usize) -> &Arc<Host> {
+        &self.hosts[index]
+    }
+
+    /// The host where clients run.
+    pub fn client(&self) -> &Arc<Host> {
+        &self.client
+    }
+
+    /// Drops every frame from one host to another at the switch, until [`Lab::heal`]. Call it
+    /// twice, with the hosts swapped, to cut both directions.
+    pub fn cut(&self, from: &Host, to: &Host) -> Result<(), LabError> {
+        self.switch.cut(&from.port(), &to.port())
+    }
+
+    /// Undoes every [`Lab::cut`].
+    pub fn heal(&self) -> Result<(), LabError> {
+        self.switch.heal()
+    }
+
+    /// Where the lab keeps its directories, as seen from outside of the hosts.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        for host in self.hosts.iter().chain([&self.client]) {
+            host.cell.kill_all_quietly();
+        }
+        leftovers::release_dir(&self.dir);
+    }
+}
+
+/// One simulated host.
+#[derive(Debug)]
+pub struct Host {
+    name: String,
+    number: u8,
+    namespaces: std::sync::Mutex<Arc<Namespaces>>,
+    cell: Cell,
+    switch: Arc<Switch>,
+    dir: PathBuf,
+}
+
+impl Host {
+    fn new(name: &str, number: u8, lab: &Path, switch: &Arc<Switch>) -> Result<Host, LabError> {
+        let dir = lab.join(name);
+        let cell = Cell::new(&leftovers::owner(), lab, name)?;
+        let namespaces = furnish(&dir, name)?;
+        let host = Host {
+            name: name.to_owned(),
+            number,
+            namespaces: std::sync::Mutex::new(namespaces),
+            cell,
+            switch: Arc::clone(switch),
+            dir,
+        };
+        host.plug_in()?;
+        Ok(host)
+    }
+
+    /// Its name: `host0`, `host1`, … or `client`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its own IPv4 address, in 10.77.0.0/24.
+    pub fn v4(&self) -> Ipv4Addr {
+        Ipv4Addr::new(10, 77, 0, self.number)
+    }
+
+    /// Its own IPv6 address, in fd77::/64.
+    pub fn v6(&self) -> Ipv6Addr {
+        Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, u16::from(self.number))
+    }
+
+    /// Its IPv4 address with a port.
+    pub fn socket(&self, port: u16) -> SocketAddr {
+        (IpAddr::from(self.v4()), port).into()
+    }
+
+    /// Where a private path of this host lies as seen from outside of it.
+    /// Panics if the path is not in one of [`PRIVATE_DIRS`].
+    pub fn outside(&self, inside: impl AsRef<Path>) -> PathBuf {
+        let inside = inside.as_ref();
+        assert!(
+            PRIVATE_DIRS.iter().any(|dir| inside.starts_with(dir)),
+            "{} is not private to a host",
+            inside.display()
+        );
+        self.dir.join(inside.strip_prefix("/").unwrap_or(inside))
+    }
+
+    /// Starts a program on this host, in [`LAB_DIR`], its output kept line by line.
+    pub fn spawn(&self, command: &mut Command) -> Result<Process, LabError> {
+        let doing = || format!("start {:?} on {}", command.get_program(), self.name);
+        let name = doing();
+        let procs = self.cell.procs()?;
+        let namespaces = self.namespaces();
+        namespaces.confine(command, OsStr::new(LAB_DIR), procs).doing(|| name.clone())?;
+        Process::start(command, name)
+    }
+
+    /// Runs a program on this host to its end; an exit status other than 0 is an error that
+    /// carries its output.
+    pub fn run(&self, command: &mut Command, at_most: Duration) -> Result<String, LabError> {
+        let process = self.spawn(command)?;
+        let status = process.wait(at_most)?;
+        let (said, erred) = (process.stdout().text(), process.stderr().text());
+        if status.success() {
+            return Ok(said);
+        }
+        let source = io::Error::other(format!("{status}\n{said}{erred}"));
+        Err(LabError::Io { doing: format!("{command:?} on {}", self.name), source })
+    }
+
+    /// Runs `work` on a thread of this process that is inside this host: sockets it makes and
+    /// paths it opens are the host's.
+    pub fn thread<T, F>(&self, work: F) -> JoinHandle<T>
+    where
+        T: Send + 'static,
+        F: FnOnce() -> T + Send + 'static,
+    {
+        let namespaces = self.namespaces();
+        std::thread::spawn(move || {
+            namespaces.enter().expect("a lab host can be entered while its handle lives");
+            work()
+        })
+    }
+
+    /// As [`Host::thread`], and waits for the result. A panic of `work` goes on here.
+    pub fn inside<T, F>(&self, work: F) -> T
+    where
+        T: Send + 'static,
+        F: FnOnce() -> T + Send + 'static,
+    {
+        self.thread(work).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+
+    /// Gives this host one more address on its interface, such as `10.77.0.50/24`.
+    pub fn add_address(&self, cidr: &str) -> Result<(), LabError> {
+        let nodad = if cidr.contains(':') { "nodad" } else { "" };
+        self.ip(&format!("address add {cidr} dev eth0 {nodad}\n"))
+    }
+
+    /// Pulls the cable: the port of the switch goes down, in both directions.
+    pub fn link_down(&self) -> Result<(), LabError> {
+        self.switch.port_down(&self.port())
+    }
+
+    /// Plugs the cable in again.
+    pub fn link_up(&self) -> Result<(), LabError> {
+        self.switch.port_up(&self.port())
+    }
+
+    /// The death of the host: the cable first, so that no dying process says goodbye, then
+    /// SIGKILL to every process. Returns when all are gone.
+    pub fn kill(&self) -> Result<(), LabError> {
+        self.link_down()?;
+        self.kill_processes()
+    }
+
+    /// The death of all programs of a host whose kernel lives on: sockets close, resets leave.
+    pub fn kill_processes(&self) -> Result<(), LabError> {
+        self.cell.kill_all()?;
+        self.kill_strays()
+    }
+
+    /// Stops every process of the host in its tracks, as a hypervisor does; [`Host::thaw`] lets
+    /// them go on.
+    pub fn freeze(&self) -> Result<(), LabError> {
+        self.cell.freeze(true)
+    }
+
+    /// Undoes [`Host::freeze`].
+    pub fn thaw(&self) -> Result<(), LabError> {
+        self.cell.freeze(false)
+    }
+
+    /// Starts a killed host anew: fresh namespaces, its disks as they were, `/run/hotspare`
+    /// empty, no program running.
+    pub fn boot(&self) -> Result<(), LabError> {
+        self.kill()?;
+        let run = self.dir.join("run");
+        fs::remove_dir_all(&run).doing(|| format!("empty {}", run.display()))?;
+        self.switch.unplug(&self.port())?;
+        *lock(&self.namespaces) = furnish(&self.dir, &self.name)?;
+        self.plug_in()
+    }
+
+    /// True while any process of the host runs.
+    pub fn is_alive(&self) -> Result<bool, LabError> {
+        self.cell.is_populated()
+    }
+
+    fn port(&self) -> String {
+        format!("p{}", self.number)
+    }
+
+    fn namespaces(&self) -> Arc<Namespaces> {
+        Arc::clone(&lock(&self.namespaces))
+    }
+
+    fn plug_in(&self) -> Result<(), LabError> {
+        self.switch.plug(&self.port(), &self.namespaces())?;
+        let (v4, v6) = (self.v4(), self.v6());
+        self.ip(&format!(
+            "link set lo up\naddress add {v4}/24 dev eth0\naddress add {v6}/64 dev eth0 nodad\n\
+             link set eth0 up\n"
+        ))
+    }
+
+    fn ip(&self, script: &str) -> Result<(), LabError> {
+        switch::ip(&self.namespaces(), script)
+    }
+
+    /// Kills what has left the cgroup but not the network of this host.
+    fn kill_strays(&self) -> Result<(), LabError> {
+        let inode = self.namespaces().net_inode().doing(|| "read namespace".to_owned())?;
+        let me = std::process::id() as i32;
+        for entry in fs::read_dir("/proc").doing(|| "read /proc".to_owned())?.flatten() {
+            let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+                continue;
+            };
+            if pid != me && hotspare_kernel::namespace::is_in_net(pid, inode) {
+                // It may be gone by now, which is what we want.
+                let pid = nix::unistd::Pid::from_raw(pid);
+                let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Makes the namespaces of a host, with its own directories mounted over [`PRIVATE_DIRS`].
+fn furnish(dir: &Path, name: &str) -> Result<Arc<Namespaces>, LabError> {
+    for path in PRIVATE_DIRS {
+        let own = dir.join(path.trim_start_matches('/'));
+        fs::create_dir_all(&own).doing(|| format!("make {}", own.display()))?;
+        fs::create_dir_all(path).doing(|| format!("make {path}"))?;
+    }
+    let mount_all = || -> io::Result<()> {
+        for path in PRIVATE_DIRS {
+            let own = dir.join(path.trim_start_matches('/'));
+            mount(Some(&own), path, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
+        }
+        Ok(())
+    };
+    let made = Namespaces::create(mount_all).doing(|| format!("make the namespaces of {name}"))?;
+    Ok(Arc::new(made))
+}
+
+/// A lock whose holder panicked is still good: no state here is ever half changed.
+pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

@@ -1,0 +1,147 @@
+//! The processes of one host, as a cgroup: nothing that is forked inside gets out, whatever
+//! sessions, groups or pid namespaces it makes, and all of it can be killed at once.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Seek};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nix::mount::{MsFlags, mount};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::{Doing, LabError};
+use crate::clock::Instant;
+
+/// Where cgroup v2 is mounted if the machine has not done so.
+const OWN_MOUNT: &str = "/run/hotspare-lab-cgroup2";
+/// A killed process may be in the middle of dumping gigabytes; this is a hang, not a duration.
+const DEATH_AT_MOST: Duration = Duration::from_secs(30);
+
+/// A cgroup that is removed, processes and all, when dropped.
+#[derive(Debug)]
+pub(super) struct Cell {
+    dir: PathBuf,
+}
+
+impl Cell {
+    /// Makes the cgroup of host `name` of the lab with directory `lab`.
+    pub(super) fn new(owner: &str, lab: &Path, name: &str) -> Result<Cell, LabError> {
+        let lab = lab.file_name().and_then(|name| name.to_str()).unwrap_or(owner);
+        let dir = cgroup_root()?.join(format!("{lab}.{name}"));
+        fs::create_dir(&dir).doing(|| format!("make cgroup {}", dir.display()))?;
+        Ok(Cell { dir })
+    }
+
+    /// The file that takes a process in, when `0` is written by it.
+    pub(super) fn procs(&self) -> Result<OwnedFd, LabError> {
+        let path = self.dir.join("cgroup.procs");
+        let file = File::options().write(true).open(&path);
+        Ok(file.doing(|| format!("open {}", path.display()))?.into())
+    }
+
+    /// SIGKILL to every process; returns when the last is gone (zombies do not count).
+    pub(super) fn kill_all(&self) -> Result<(), LabError> {
+        kill_group(&self.dir)?;
+        self.write("cgroup.freeze", "0")
+    }
+
+    pub(super) fn kill_all_quietly(&self) {
+        if let Err(error) = self.kill_all() {
+            tracing::error!(%error, "a host of the lab cannot be killed");
+        }
+    }
+
+    /// Freezes or thaws all processes; returns when it is so.
+    pub(super) fn freeze(&self, frozen: bool) -> Result<(), LabError> {
+        let digit = if frozen { "1" } else { "0" };
+        self.write("cgroup.freeze", digit)?;
+        wait_for_event(&self.dir, &format!("frozen {digit}"))
+    }
+
+    pub(super) fn is_populated(&self) -> Result<bool, LabError> {
+        let path = self.dir.join("cgroup.events");
+        let events = fs::read_to_string(&path).doing(|| format!("read {}", path.display()))?;
+        Ok(events.contains("populated 1"))
+    }
+
+    fn write(&self, file: &str, value: &str) -> Result<(), LabError> {
+        let path = self.dir.join(file);
+        fs::write(&path, value).doing(|| format!("write {value} to {}", path.display()))
+    }
+}
+
+impl Drop for Cell {
+    fn drop(&mut self) {
+        if let Err(error) = remove_group(&self.dir) {
+            tracing::error!(%error, "a cgroup of the lab stays behind");
+        }
+    }
+}
+
+/// Where cgroup v2 is: `/sys/fs/cgroup` on most machines, elsewhere on hybrid ones. Mounts it if
+/// it is nowhere.
+pub(super) fn cgroup_root() -> Result<PathBuf, LabError> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo");
+    let mounts = mounts.doing(|| "read /proc/self/mountinfo".to_owned())?;
+    let found = mounts.lines().find_map(|line| {
+        let (before, after) = line.split_once(" - ")?;
+        after.starts_with("cgroup2 ").then(|| before.split(' ').nth(4))?
+    });
+    if let Some(path) = found {
+        return Ok(PathBuf::from(path));
+    }
+    fs::create_dir_all(OWN_MOUNT).doing(|| format!("make {OWN_MOUNT}"))?;
+    let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
+    mount(Some("cgroup2"), OWN_MOUNT, Some("cgroup2"), flags, None::<&str>)
+        .doing(|| format!("mount cgroup2 at {OWN_MOUNT}"))?;
+    Ok(PathBuf::from(OWN_MOUNT))
+}
+
+/// Kills and removes a cgroup and those below it. One that is not there is fine.
+pub(super) fn remove_group(dir: &Path) -> Result<(), LabError> {
+    if !dir.exists() {
+        return Ok(());
+    }
+    kill_group(dir)?;
+    remove_empty(dir).doing(|| format!("remove cgroup {}", dir.display()))
+}
+
+fn kill_group(dir: &Path) -> Result<(), LabError> {
+    let path = dir.join("cgroup.kill");
+    fs::write(&path, "1").doing(|| format!("write 1 to {}", path.display()))?;
+    wait_for_event(dir, "populated 0")
+}
+
+fn remove_empty(dir: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(dir)?.flatten() {
+        if entry.file_type()?.is_dir() {
+            remove_empty(&entry.path())?;
+        }
+    }
+    fs::remove_dir(dir)
+}
+
+/// Waits for a line of `cgroup.events`; the kernel wakes us at each change of it.
+fn wait_for_event(dir: &Path, line: &str) -> Result<(), LabError> {
+    let path = dir.join("cgroup.events");
+    let doing = || format!("read {}", path.display());
+    let mut file = File::open(&path).doing(doing)?;
+    let deadline = Instant::now() + DEATH_AT_MOST;
+    loop {
+        let mut events = String::new();
+        file.rewind().doing(doing)?;
+        file.read_to_string(&mut events).doing(doing)?;
+        if events.lines().any(|event| event == line) {
+            return Ok(());
+        }
+        let left = deadline.since(Instant::now());
+        if left.is_zero() {
+            let what = format!("`{line}` in {}", path.display());
+            return Err(LabError::Deadline { what, waited: DEATH_AT_MOST });
+        }
+        let mut polled = [PollFd::new(file.as_fd(), PollFlags::POLLPRI)];
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        poll(&mut polled, timeout).doing(doing)?;
+    }
+}
