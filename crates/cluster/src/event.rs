@@ -1,0 +1,303 @@
+//! What a node is told and what it asks for.
+
+use hotspare_image::{NodeId, Position, Term};
+
+/// Nanoseconds of any clock that never goes back (`CLOCK_MONOTONIC`); its start does not matter.
+pub type Nanos = u64;
+
+/// What a heartbeat says of its sender.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Beat {
+    /// The sender.
+    pub from: NodeId,
+    /// The reign it leads or follows.
+    pub term: Term,
+    /// What it does there.
+    pub role: BeatRole,
+    /// The last checkpoint taken (primary) or committed (spare).
+    pub position: Position,
+}
+
+/// The sender's part, as a heartbeat carries it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BeatRole {
+    /// Runs the guest, or is about to.
+    Primary,
+    /// Has no complete ghost of this reign.
+    SpareSyncing,
+    /// Has a complete ghost of this reign.
+    SpareReady,
+    /// Was primary of this term and has stopped its guest.
+    Fenced,
+    /// Was given this term, but its ghost never ran: older ghosts are as good as before.
+    TakeoverFailed,
+}
+
+/// A spare as the primary describes it to the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// The spare.
+    pub node: NodeId,
+    /// Its place in the queue; fixed while it stays joined.
+    pub rank: u32,
+    /// Whether it has acknowledged a complete checkpoint.
+    pub ready: bool,
+}
+
+/// How a stream came to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Closed {
+    /// The peer's kernel closed it (end of file, reset) without a goodbye: its agent is dead, and
+    /// with it the guest, which the kernel kills together with its tracer.
+    ByPeer,
+    /// The peer said goodbye and lives on.
+    Goodbye,
+    /// We closed it ourselves: unreadable bytes, a full disk, an operator.
+    ByUs,
+}
+
+/// Something that happened. Times are given beside it, to [`crate::Node::step`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// Time has passed. Wanted at least at [`crate::Node::next_tick`].
+    Tick,
+    /// A heartbeat arrived.
+    Beat(Beat),
+    /// A stream ended.
+    StreamClosed {
+        /// At whose other end.
+        peer: NodeId,
+        /// In which way.
+        how: Closed,
+    },
+
+    // On a primary.
+    /// A spare asks to join; its identity and host were found good.
+    SpareJoined(NodeId),
+    /// A spare has committed a complete ghost at `position`.
+    SpareAcknowledged {
+        /// Which.
+        node: NodeId,
+        /// How far.
+        position: Position,
+    },
+    /// A checkpoint was taken; heartbeats mention it.
+    CheckpointTaken(Position),
+    /// The guest was killed (signal, out of memory), seen through its pidfd.
+    GuestDied,
+    /// The guest ended by itself: there is nothing left to protect.
+    GuestEnded,
+    /// The operator wants the guest elsewhere; `None` leaves the choice of spare to the node.
+    SwitchoverAsked(Option<NodeId>),
+    /// For a switchover: the guest stands still and its last checkpoint is at this position.
+    GuestFrozen(Position),
+    /// The spare declined the offer; it has not taken over and will not.
+    SwitchoverRefused(NodeId),
+
+    // On a spare.
+    /// A primary has welcomed us; a full checkpoint follows.
+    Joined {
+        /// The primary.
+        primary: NodeId,
+        /// Its term.
+        term: Term,
+        /// Our rank.
+        rank: u32,
+    },
+    /// The primary lists its spares.
+    Members(Vec<Member>),
+    /// The ghost is complete and applied at `position` of reign `term`.
+    Committed {
+        /// Reign of the primary that sent it.
+        term: Term,
+        /// How far.
+        position: Position,
+    },
+    /// The ghost cannot be used any more.
+    GhostLost,
+    /// The primary says that its guest was killed.
+    PrimaryLostGuest(NodeId),
+    /// The primary has frozen its guest at `position` and offers us term `term`.
+    SwitchoverOffered {
+        /// The primary.
+        from: NodeId,
+        /// The term to take.
+        term: Term,
+        /// The last checkpoint.
+        position: Position,
+    },
+    /// The operator wants this spare to take over from whatever ghost it has, however old.
+    TakeoverForced,
+    /// The ghost runs.
+    TakeoverDone,
+    /// The ghost could not be let go.
+    TakeoverFailed,
+
+    // From the arbiter.
+    /// The term is ours until `until` (`Nanos::MAX`: for ever).
+    TermGranted {
+        /// Which.
+        term: Term,
+        /// When it ends unless renewed.
+        until: Nanos,
+    },
+    /// Somebody else holds `held`.
+    TermDenied {
+        /// The term asked for.
+        term: Term,
+        /// The newest term the arbiter knows.
+        held: Term,
+    },
+}
+
+/// Something the agent must do now, in this order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Send to every known peer.
+    SendBeat(Beat),
+    /// Tell the arbiter that we want `term`; answer with [`Event::TermGranted`] or
+    /// [`Event::TermDenied`].
+    RequestTerm {
+        /// Which.
+        term: Term,
+        /// The holder of this reign consents (switchover): to be granted although its lease
+        /// lasts, if that reign is still the newest.
+        consent_of: Option<Term>,
+    },
+    /// Ask the arbiter for more time.
+    RenewTerm(Term),
+    /// For the log and the status: the primary may be dead.
+    Suspect {
+        /// Whom.
+        primary: NodeId,
+        /// Why.
+        cause: SuspectCause,
+    },
+    /// For the log: it was not.
+    Trust(NodeId),
+    /// The primary is gone and this spare must not replace it. Somebody must look.
+    CannotTakeOver(CannotTakeOver),
+    /// Let the ghost go; answer with [`Event::TakeoverDone`] or [`Event::TakeoverFailed`].
+    StartTakeover {
+        /// The new reign.
+        term: Term,
+    },
+    /// Dial this primary and ask to join.
+    Join {
+        /// Whom.
+        primary: NodeId,
+        /// Its term.
+        term: Term,
+    },
+    /// Welcome the spare and send it a full checkpoint.
+    AcceptSpare {
+        /// Whom.
+        node: NodeId,
+        /// Its rank.
+        rank: u32,
+        /// Our term.
+        term: Term,
+    },
+    /// Refuse the spare: we are not primary, or there are too many.
+    RefuseSpare(NodeId),
+    /// Close the spare's stream with a goodbye.
+    DropSpare {
+        /// Whom.
+        node: NodeId,
+        /// Why.
+        cause: DropCause,
+    },
+    /// Send to every spare.
+    TellMembers(Vec<Member>),
+    /// At least one spare could take over from now on.
+    BecomeProtected,
+    /// No spare could take over any more; the guest goes on alone.
+    BecomeUnprotected,
+    /// Stop and kill the guest, withdraw its address, for good.
+    Fence(FenceCause),
+    /// Tell the spares that the guest was killed, so that one takes over at once.
+    TellGuestDied,
+    /// Tell the spares that the guest ended by itself, and end.
+    EndProtection,
+    /// Freeze the guest, send its last checkpoint to all, answer with [`Event::GuestFrozen`].
+    FreezeGuest {
+        /// The spare meant to take over.
+        to: NodeId,
+    },
+    /// Offer the term; the guest stays frozen.
+    OfferSwitchover {
+        /// To whom.
+        to: NodeId,
+        /// Which.
+        term: Term,
+        /// The last checkpoint.
+        position: Position,
+    },
+    /// Decline an offer.
+    RefuseSwitchover {
+        /// Who offered.
+        from: NodeId,
+    },
+    /// Tell the operator that there is no spare fit to take over.
+    SwitchoverImpossible,
+    /// The switchover came to nothing: let the guest run on, in this term.
+    ThawGuest {
+        /// The term, newer than the one offered.
+        term: Term,
+    },
+}
+
+/// Why a primary drops a spare.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DropCause {
+    /// No heartbeat for the configured time.
+    Silent,
+    /// No heartbeat ever: the datagrams are blocked somewhere.
+    NeverHeard,
+}
+
+/// Why a spare suspects its primary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SuspectCause {
+    /// No heartbeat for the configured time.
+    Silence,
+    /// Its agent died: the stream ended without a goodbye.
+    AgentDied,
+    /// It said that its guest was killed.
+    GuestDied,
+    /// Its heartbeat says that it has fenced itself.
+    Fenced,
+}
+
+/// Why a spare does not replace a primary that is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CannotTakeOver {
+    /// It never had a complete ghost of that reign.
+    GhostIncomplete,
+    /// Its stream had ended before, so the ghost is older than one epoch.
+    Detached,
+    /// Another node has reigned since.
+    AnotherReigned,
+}
+
+/// Why a primary must stop its guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FenceCause {
+    /// A newer reign exists.
+    NewerReign(Term),
+    /// The arbiter did not renew the term in time.
+    LeaseExpired,
+    /// The guest is dead already; its remains are cleared away.
+    GuestDied,
+    /// The spare has taken over as planned.
+    SwitchedOver,
+    /// The ghost could not be let go.
+    TakeoverFailed,
+}
+
+/// The answer of `--arbiter none`: always yes, for ever. Two hosts that cannot hear each other will
+/// then both reign.
+#[must_use]
+pub fn granted_by_nobody(term: Term) -> Event {
+    Event::TermGranted { term, until: Nanos::MAX }
+}

@@ -1,0 +1,448 @@
+//! The brain of one node.
+
+use std::collections::BTreeMap;
+
+use hotspare_image::{NodeId, Position, Term};
+
+mod primary;
+mod spare;
+
+use crate::event::{
+    Action, Beat, BeatRole, CannotTakeOver, Closed, DropCause, Event, FenceCause, Member, Nanos,
+    SuspectCause,
+};
+
+/// Most spares of one primary; ranks are below this.
+pub const RANKS_MAX: u32 = 8;
+/// Most peers whose last heartbeat is remembered.
+const PEERS_MAX: usize = 64;
+
+/// How many silences a new spare may take to its first heartbeat.
+const FIRST_BEAT_SILENCES: u64 = 20;
+
+/// Who we are and how patient.
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    /// This node.
+    pub node: NodeId,
+    /// Time between heartbeats.
+    pub heartbeat_ns: Nanos,
+    /// Silence after which a peer is suspected; at least three heartbeats.
+    pub silence_ns: Nanos,
+    /// How long an offered switchover may stay unanswered.
+    pub handover_ns: Nanos,
+}
+
+impl Config {
+    /// Heartbeats every 30 ms, suspicion after 90 ms.
+    #[must_use]
+    pub fn new(node: NodeId) -> Config {
+        Config {
+            node,
+            heartbeat_ns: 30_000_000,
+            silence_ns: 90_000_000,
+            handover_ns: 2_000_000_000,
+        }
+    }
+}
+
+/// The part a node plays, for status and assertions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Asks the arbiter for its first term.
+    Asking,
+    /// A spare that knows no primary.
+    Waiting,
+    /// A spare of a primary.
+    Spare,
+    /// The primary.
+    Primary,
+    /// Was primary; its guest is stopped for good.
+    Fenced,
+    /// The guest ended by itself.
+    Ended,
+}
+
+/// What a node thinks, for status lines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// Its part.
+    pub role: Role,
+    /// The reign it leads, follows, or was fenced by.
+    pub term: Term,
+    /// Last checkpoint taken or committed.
+    pub position: Position,
+    /// Whether a spare could take over (primary), or this spare could (spare).
+    pub ready: bool,
+}
+
+/// # Who may run the guest
+///
+/// ```text
+///  Node::first ──▶ Asking ──granted──▶ Reigning(running) ◀──done── Reigning(taking over)
+///                     │denied             │    ▲                        ▲   │failed
+///                     ▼                   │    │thaw                    │   ▼
+///                  Fenced ◀───────────────┤    │                        │ Fenced
+///                     newer reign,        ▼    │                        │
+///                     lease over,    Reigning(freezing, offered)        │granted
+///                     guest killed,       │                             │
+///                     switched over ◀─────┘                             │
+///                                                                       │
+///  Node::spare ──▶ Waiting ──joined──▶ Following ──▶ suspecting ──▶ claiming
+///                     │ ▲                 │  ▲  ▲         │             │denied
+///                     │ └─────────────────┘  │  └─trusted─┘◀────────────┘
+///                     └──newer primary heard─┘
+/// ```
+///
+/// A spare claims the next term when its primary is gone (silent, agent dead, guest dead, fenced)
+/// *and* it holds a complete ghost of that very reign *and* its stream lasted until the primary was
+/// gone. A spare of rank *r* waits *r* silences first; one that knows of a spare more than an
+/// epoch ahead waits [`RANKS_MAX`] more. So all waiting times differ, whatever each believes,
+/// and whoever comes first is heard by the others before their time is up.
+///
+/// A primary is deposed by any heartbeat of a newer reign. Reigns are ordered by term, then by
+/// node: with an arbiter no term is given twice, without one (`none`) two cut-off spares can take
+/// the same term and the order settles it once they hear each other.
+pub struct Node {
+    config: Config,
+    state: State,
+    /// Newest term known to have been given to anybody.
+    seen: Term,
+    heard: BTreeMap<NodeId, (Nanos, Beat)>,
+    beat_due: Nanos,
+}
+
+enum State {
+    Asking(Term),
+    Waiting,
+    Following(Following),
+    Reigning(Reign),
+    Fenced(FenceCause),
+    Ended,
+}
+
+struct Following {
+    primary: NodeId,
+    term: Term,
+    rank: u32,
+    /// The stream is open, or ended with the primary's own end.
+    attached: bool,
+    ghost: Option<Position>,
+    /// The ghost of the reign before, while it was fit: it counts again if this reign's primary
+    /// never let its own go.
+    inherited: Option<Position>,
+    /// Silence counts from the first heartbeat on; before it, datagrams may be blocked.
+    heard_at: Option<Nanos>,
+    suspicion: Option<Suspicion>,
+    claim: Option<Claim>,
+    claim_after: Nanos,
+    told_unfit: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Suspicion {
+    cause: SuspectCause,
+    since: Nanos,
+}
+
+#[derive(Clone, Copy)]
+struct Claim {
+    term: Term,
+    /// Offered by the primary.
+    offered: bool,
+}
+
+struct Reign {
+    term: Term,
+    position: Position,
+    lease_until: Nanos,
+    renew_at: Nanos,
+    phase: Phase,
+    spares: BTreeMap<NodeId, Spare>,
+    protected: bool,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Phase {
+    TakingOver,
+    Running,
+    Freezing { to: NodeId, frozen_at: Option<Position> },
+    Offered { to: NodeId, term: Term, give_up_at: Nanos, reclaim: Option<Term> },
+}
+
+struct Spare {
+    rank: u32,
+    acknowledged: Option<Position>,
+    joined_at: Nanos,
+    /// Its last heartbeat; acknowledgements count too once there was one.
+    heard_at: Option<Nanos>,
+}
+
+impl Node {
+    /// The node that starts the guest. Its first action is to ask for term 1.
+    #[must_use]
+    pub fn first(config: Config, now: Nanos) -> (Node, Vec<Action>) {
+        let term = Term(1);
+        let node = Node::with_state(config, State::Asking(term), now);
+        (node, vec![Action::RequestTerm { term, consent_of: None }])
+    }
+
+    /// A spare that knows no primary yet.
+    #[must_use]
+    pub fn spare(config: Config, now: Nanos) -> Node {
+        Node::with_state(config, State::Waiting, now)
+    }
+
+    fn with_state(config: Config, state: State, now: Nanos) -> Node {
+        Node { config, state, seen: Term(0), heard: BTreeMap::new(), beat_due: now }
+    }
+
+    /// What it thinks now.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        let none = Position::default();
+        let (role, term, position, ready) = match &self.state {
+            State::Asking(term) => (Role::Asking, *term, none, false),
+            State::Waiting => (Role::Waiting, self.seen, none, false),
+            State::Following(f) => {
+                (Role::Spare, f.term, f.ghost.unwrap_or_default(), f.unfit(self.seen).is_none())
+            }
+            State::Reigning(r) => (Role::Primary, r.term, r.position, r.protected),
+            State::Fenced(_) => (Role::Fenced, self.seen, none, false),
+            State::Ended => (Role::Ended, self.seen, none, false),
+        };
+        Status { role, term, position, ready }
+    }
+
+    /// When the next [`Event::Tick`] is due at the latest.
+    #[must_use]
+    pub fn next_tick(&self) -> Nanos {
+        let decide_at = match &self.state {
+            State::Following(f) => match f.suspicion {
+                None => {
+                    f.heard_at.map_or(Nanos::MAX, |at| at.saturating_add(self.config.silence_ns))
+                }
+                Some(_) if f.claim.is_some() || f.unfit(self.seen).is_some() => Nanos::MAX,
+                Some(suspicion) => self.claim_at(f, suspicion),
+            },
+            State::Reigning(r) => r.lease_until.min(r.renew_at),
+            State::Asking(_) | State::Waiting | State::Fenced(_) | State::Ended => Nanos::MAX,
+        };
+        self.beat_due.min(decide_at)
+    }
+
+    /// One event at time `now` (never less than before); what to do about it, in order.
+    pub fn step(&mut self, now: Nanos, event: Event) -> Vec<Action> {
+        let mut out = Vec::new();
+        match event {
+            Event::Tick => self.tick(now, &mut out),
+            Event::Beat(beat) => self.hear(now, beat, &mut out),
+            Event::StreamClosed { peer, how } => self.stream_closed(now, peer, how, &mut out),
+            Event::SpareJoined(node) => self.spare_joined(now, node, &mut out),
+            Event::SpareAcknowledged { node, position } => {
+                self.spare_acknowledged(now, node, position, &mut out);
+            }
+            Event::CheckpointTaken(position) => {
+                if let State::Reigning(reign) = &mut self.state {
+                    reign.position = reign.position.max(position);
+                }
+            }
+            Event::GuestDied => self.guest_died(&mut out),
+            Event::GuestEnded => self.guest_ended(&mut out),
+            Event::SwitchoverAsked(to) => self.switchover_asked(to, &mut out),
+            Event::GuestFrozen(position) => self.guest_frozen(now, position, &mut out),
+            Event::SwitchoverRefused(node) => self.switchover_refused(node, &mut out),
+            Event::Joined { primary, term, rank } => self.joined(now, primary, term, rank),
+            Event::Members(members) => self.members(&members),
+            Event::Committed { term, position } => self.committed(term, position),
+            Event::GhostLost => {
+                if let State::Following(f) = &mut self.state {
+                    f.ghost = None;
+                }
+            }
+            Event::PrimaryLostGuest(node) => {
+                self.primary_gone(now, node, SuspectCause::GuestDied, &mut out);
+            }
+            Event::SwitchoverOffered { from, term, position } => {
+                self.switchover_offered(from, term, position, &mut out);
+            }
+            Event::TakeoverForced => self.takeover_forced(&mut out),
+            Event::TakeoverDone => self.takeover_done(),
+            Event::TakeoverFailed => self.takeover_failed(&mut out),
+            Event::TermGranted { term, until } => self.term_granted(now, term, until, &mut out),
+            Event::TermDenied { term, held } => self.term_denied(now, term, held, &mut out),
+        }
+        out
+    }
+
+    fn tick(&mut self, now: Nanos, out: &mut Vec<Action>) {
+        match &self.state {
+            State::Following(_) => self.watch_primary(now, out),
+            State::Reigning(_) => {
+                self.watch_lease(now, out);
+                self.watch_spares(now, out);
+                self.watch_offer(now, out);
+            }
+            State::Asking(_) | State::Waiting | State::Fenced(_) | State::Ended => {}
+        }
+        if now >= self.beat_due {
+            self.beat_due = now.saturating_add(self.config.heartbeat_ns);
+            self.send_beat(out);
+        }
+    }
+
+    fn send_beat(&self, out: &mut Vec<Action>) {
+        let (term, role, position) = match &self.state {
+            State::Following(f) if f.ghost.is_some() => {
+                (f.term, BeatRole::SpareReady, f.ghost.unwrap_or_default())
+            }
+            State::Following(f) => (f.term, BeatRole::SpareSyncing, Position::default()),
+            State::Reigning(r) => (r.term, BeatRole::Primary, r.position),
+            State::Fenced(FenceCause::TakeoverFailed) => {
+                (self.seen, BeatRole::TakeoverFailed, Position::default())
+            }
+            State::Fenced(_) => (self.seen, BeatRole::Fenced, Position::default()),
+            State::Asking(_) | State::Waiting | State::Ended => return,
+        };
+        out.push(Action::SendBeat(Beat { from: self.config.node, term, role, position }));
+    }
+
+    fn hear(&mut self, now: Nanos, beat: Beat, out: &mut Vec<Action>) {
+        if beat.from == self.config.node {
+            return;
+        }
+        let foreign_reign = self.is_newer_reign(&beat);
+        self.seen = self.seen.max(beat.term);
+        if self.heard.len() < PEERS_MAX || self.heard.contains_key(&beat.from) {
+            self.heard.insert(beat.from, (now, beat));
+        }
+        match &mut self.state {
+            State::Reigning(reign) => {
+                let spare = reign.spares.get_mut(&beat.from);
+                let first = spare.is_some_and(|spare| spare.heard_at.replace(now).is_none());
+                if foreign_reign {
+                    self.deposed(beat, out);
+                } else if first {
+                    self.spares_changed(out);
+                }
+            }
+            State::Following(_) | State::Waiting if foreign_reign => self.follow(now, beat, out),
+            State::Following(f) if f.primary == beat.from && f.term == beat.term => {
+                self.hear_primary(now, beat, out);
+            }
+            State::Following(_)
+            | State::Waiting
+            | State::Asking(_)
+            | State::Fenced(_)
+            | State::Ended => {}
+        }
+    }
+
+    /// Whether the beat proves a reign that ends ours, or a primary to follow instead of ours.
+    fn is_newer_reign(&self, beat: &Beat) -> bool {
+        let leads = matches!(beat.role, BeatRole::Primary | BeatRole::TakeoverFailed);
+        match &self.state {
+            State::Reigning(r) => {
+                beat.term > r.term || (leads && (beat.term, beat.from) > (r.term, self.config.node))
+            }
+            State::Following(f) => leads && (beat.term, beat.from) > (f.term, f.primary),
+            State::Waiting => leads && beat.term >= self.seen,
+            State::Asking(_) | State::Fenced(_) | State::Ended => false,
+        }
+    }
+
+    fn deposed(&mut self, beat: Beat, out: &mut Vec<Action>) {
+        let switched = match &self.state {
+            State::Reigning(Reign { phase: Phase::Offered { to, .. }, .. }) => *to == beat.from,
+            _ => false,
+        };
+        let cause =
+            if switched { FenceCause::SwitchedOver } else { FenceCause::NewerReign(beat.term) };
+        self.fence(cause, out);
+    }
+
+    fn fence(&mut self, cause: FenceCause, out: &mut Vec<Action>) {
+        self.state = State::Fenced(cause);
+        out.push(Action::Fence(cause));
+        self.send_beat(out);
+    }
+
+    fn follow(&mut self, now: Nanos, beat: Beat, out: &mut Vec<Action>) {
+        let (inherited, rank) = match &self.state {
+            State::Following(f) if f.attached => (f.ghost, f.rank),
+            State::Following(f) => (None, f.rank),
+            _ => (None, RANKS_MAX),
+        };
+        let following = Following::new(Some(now), beat.from, beat.term);
+        self.state = State::Following(Following { inherited, rank, ..following });
+        if beat.role == BeatRole::Primary {
+            out.push(Action::Join { primary: beat.from, term: beat.term });
+        } else {
+            self.hear_primary(now, beat, out);
+        }
+    }
+}
+
+/// The arbiter's answers.
+impl Node {
+    fn term_granted(&mut self, now: Nanos, term: Term, until: Nanos, out: &mut Vec<Action>) {
+        match &mut self.state {
+            State::Asking(asked) if *asked == term => {
+                self.state = State::Reigning(Reign::new(now, term, until, Phase::Running));
+                self.seen = self.seen.max(term);
+                self.send_beat(out);
+            }
+            State::Following(f) if f.claim.is_some_and(|claim| claim.term == term) => {
+                let position = f.ghost.unwrap_or_default();
+                let reign = Reign::new(now, term, until, Phase::TakingOver);
+                self.state = State::Reigning(Reign { position, ..reign });
+                self.seen = self.seen.max(term);
+                // First of all the others must know, or they would claim as well.
+                self.send_beat(out);
+                out.push(Action::StartTakeover { term });
+                out.push(Action::BecomeUnprotected);
+            }
+            State::Reigning(reign) if reign.term == term => reign.lease(now, until),
+            State::Reigning(reign) => {
+                if let Phase::Offered { reclaim, .. } = reign.phase
+                    && reclaim == Some(term)
+                {
+                    reign.term = term;
+                    reign.lease(now, until);
+                    self.seen = self.seen.max(term);
+                    self.thaw(out);
+                }
+            }
+            State::Asking(_)
+            | State::Waiting
+            | State::Following(_)
+            | State::Fenced(_)
+            | State::Ended => {}
+        }
+    }
+
+    fn term_denied(&mut self, now: Nanos, term: Term, held: Term, out: &mut Vec<Action>) {
+        self.seen = self.seen.max(held);
+        match &mut self.state {
+            State::Asking(asked) if *asked == term => {
+                self.fence(FenceCause::NewerReign(held), out);
+            }
+            State::Following(f) => {
+                let Some(claim) = f.claim.filter(|claim| claim.term == term) else { return };
+                f.claim = None;
+                f.claim_after = now.saturating_add(self.config.silence_ns);
+                if claim.offered {
+                    out.push(Action::RefuseSwitchover { from: f.primary });
+                }
+            }
+            State::Reigning(reign) => {
+                let reclaims = matches!(reign.phase,
+                    Phase::Offered { reclaim, .. } if reclaim == Some(term));
+                if reclaims || (reign.term == term && held > term) {
+                    self.fence(FenceCause::NewerReign(held), out);
+                }
+            }
+            State::Asking(_) | State::Waiting | State::Fenced(_) | State::Ended => {}
+        }
+    }
+}
