@@ -198,7 +198,7 @@ pub enum Action {
         /// Our term.
         term: Term,
     },
-    /// Refuse the spare: we are not primary, or there are too many.
+    /// Refuse the spare for now: we are not primary, between two phases, or there are too many.
     RefuseSpare(NodeId),
     /// Close the spare's stream with a goodbye.
     DropSpare {

@@ -117,7 +117,8 @@ enum State {
     Waiting,
     Following(Following),
     Reigning(Reign),
-    Fenced(FenceCause),
+    /// Why, and in which term.
+    Fenced(FenceCause, Term),
     Ended,
 }
 
@@ -208,7 +209,7 @@ impl Node {
                 (Role::Spare, f.term, f.ghost.unwrap_or_default(), f.unfit(self.seen).is_none())
             }
             State::Reigning(r) => (Role::Primary, r.term, r.position, r.protected),
-            State::Fenced(_) => (Role::Fenced, self.seen, none, false),
+            State::Fenced(..) => (Role::Fenced, self.seen, none, false),
             State::Ended => (Role::Ended, self.seen, none, false),
         };
         Status { role, term, position, ready }
@@ -226,7 +227,7 @@ impl Node {
                 Some(suspicion) => self.claim_at(f, suspicion),
             },
             State::Reigning(r) => r.lease_until.min(r.renew_at),
-            State::Asking(_) | State::Waiting | State::Fenced(_) | State::Ended => Nanos::MAX,
+            State::Asking(_) | State::Waiting | State::Fenced(..) | State::Ended => Nanos::MAX,
         };
         self.beat_due.min(decide_at)
     }
@@ -283,7 +284,7 @@ impl Node {
                 self.watch_spares(now, out);
                 self.watch_offer(now, out);
             }
-            State::Asking(_) | State::Waiting | State::Fenced(_) | State::Ended => {}
+            State::Asking(_) | State::Waiting | State::Fenced(..) | State::Ended => {}
         }
         if now >= self.beat_due {
             self.beat_due = now.saturating_add(self.config.heartbeat_ns);
@@ -298,10 +299,10 @@ impl Node {
             }
             State::Following(f) => (f.term, BeatRole::SpareSyncing, Position::default()),
             State::Reigning(r) => (r.term, BeatRole::Primary, r.position),
-            State::Fenced(FenceCause::TakeoverFailed) => {
-                (self.seen, BeatRole::TakeoverFailed, Position::default())
+            State::Fenced(FenceCause::TakeoverFailed, term) if *term == self.seen => {
+                (*term, BeatRole::TakeoverFailed, Position::default())
             }
-            State::Fenced(_) => (self.seen, BeatRole::Fenced, Position::default()),
+            State::Fenced(..) => (self.seen, BeatRole::Fenced, Position::default()),
             State::Asking(_) | State::Waiting | State::Ended => return,
         };
         out.push(Action::SendBeat(Beat { from: self.config.node, term, role, position }));
@@ -333,21 +334,22 @@ impl Node {
             State::Following(_)
             | State::Waiting
             | State::Asking(_)
-            | State::Fenced(_)
+            | State::Fenced(..)
             | State::Ended => {}
         }
     }
 
     /// Whether the beat proves a reign that ends ours, or a primary to follow instead of ours.
     fn is_newer_reign(&self, beat: &Beat) -> bool {
-        let leads = matches!(beat.role, BeatRole::Primary | BeatRole::TakeoverFailed);
+        let leads = beat.role == BeatRole::Primary;
+        let led = leads || beat.role == BeatRole::TakeoverFailed;
         match &self.state {
             State::Reigning(r) => {
                 beat.term > r.term || (leads && (beat.term, beat.from) > (r.term, self.config.node))
             }
-            State::Following(f) => leads && (beat.term, beat.from) > (f.term, f.primary),
-            State::Waiting => leads && beat.term >= self.seen,
-            State::Asking(_) | State::Fenced(_) | State::Ended => false,
+            State::Following(f) => led && (beat.term, beat.from) > (f.term, f.primary),
+            State::Waiting => led && beat.term >= self.seen,
+            State::Asking(_) | State::Fenced(..) | State::Ended => false,
         }
     }
 
@@ -362,7 +364,7 @@ impl Node {
     }
 
     fn fence(&mut self, cause: FenceCause, out: &mut Vec<Action>) {
-        self.state = State::Fenced(cause);
+        self.state = State::Fenced(cause, self.status().term);
         out.push(Action::Fence(cause));
         self.send_beat(out);
     }
@@ -416,7 +418,7 @@ impl Node {
             State::Asking(_)
             | State::Waiting
             | State::Following(_)
-            | State::Fenced(_)
+            | State::Fenced(..)
             | State::Ended => {}
         }
     }
@@ -442,7 +444,7 @@ impl Node {
                     self.fence(FenceCause::NewerReign(held), out);
                 }
             }
-            State::Asking(_) | State::Waiting | State::Fenced(_) | State::Ended => {}
+            State::Asking(_) | State::Waiting | State::Fenced(..) | State::Ended => {}
         }
     }
 }

@@ -87,7 +87,7 @@ impl Node {
             State::Following(_)
             | State::Asking(_)
             | State::Waiting
-            | State::Fenced(_)
+            | State::Fenced(..)
             | State::Ended => {}
         }
     }
@@ -99,7 +99,7 @@ impl Node {
         let taken: Vec<u32> = reign.spares.values().map(|spare| spare.rank).collect();
         let again = reign.spares.get(&node).map(|spare| spare.rank);
         let free = again.or_else(|| (0..RANKS_MAX).find(|rank| !taken.contains(rank)));
-        let Some(rank) = free.filter(|_| !reign.is_switching()) else {
+        let Some(rank) = free.filter(|_| reign.phase == Phase::Running) else {
             return out.push(Action::RefuseSpare(node));
         };
         reign
@@ -143,7 +143,7 @@ impl Node {
                 self.state = State::Ended;
                 out.push(Action::EndProtection);
             }
-            State::Fenced(_) | State::Ended => {}
+            State::Fenced(..) | State::Ended => {}
         }
     }
 
@@ -267,10 +267,6 @@ impl Reign {
             Nanos::MAX => Nanos::MAX,
             _ => now.saturating_add(until.saturating_sub(now) / 2),
         };
-    }
-
-    pub(super) fn is_switching(&self) -> bool {
-        matches!(self.phase, Phase::Freezing { .. } | Phase::Offered { .. })
     }
 
     pub(super) fn members(&self) -> Vec<Member> {

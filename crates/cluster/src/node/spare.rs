@@ -111,7 +111,7 @@ impl Node {
         let follows = match &self.state {
             State::Waiting => term >= self.seen,
             State::Following(f) => (term, primary) >= (f.term, f.primary),
-            State::Asking(_) | State::Reigning(_) | State::Fenced(_) | State::Ended => false,
+            State::Asking(_) | State::Reigning(_) | State::Fenced(..) | State::Ended => false,
         };
         if follows {
             self.seen = self.seen.max(term);

@@ -1,0 +1,238 @@
+//! Thousands of clusters with faults at random instants. `HOTSPARE_SEED=n` reruns one seed of every
+//! claim, `HOTSPARE_SEEDS=n` sets how many are tried.
+//!
+//! | promise | `none`, no link cut | `none`, links cut | lease |
+//! | --- | --- | --- | --- |
+//! | terms of a node only grow | yes | yes | yes |
+//! | a takeover has a complete ghost | yes | yes | yes |
+//! | at most one guest runs | yes | **no** | yes |
+//! | no term is given twice | yes | **no** | yes |
+//! | once healed, one primary is left | yes | yes | yes |
+
+mod world;
+
+use hotspare_cluster::{Event, Role};
+use hotspare_image::NodeId;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use world::{Arbiter, MS, World};
+
+/// Runs `claim` for many seeds; a failure prints its seed and the last events.
+fn for_seeds(hosts: u64, arbiter: Arbiter, claim: impl Fn(&mut World)) {
+    let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
+    let seeds = match number("HOTSPARE_SEED") {
+        Some(seed) => seed..seed + 1,
+        None => 0..number("HOTSPARE_SEEDS").unwrap_or(150),
+    };
+    for seed in seeds {
+        let mut world = World::new(seed, hosts, arbiter);
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| claim(&mut world))) {
+            world.print_log();
+            eprintln!("failed with HOTSPARE_SEED={seed}, {hosts} hosts, arbiter {arbiter:?}");
+            resume_unwind(panic);
+        }
+    }
+}
+
+fn settle(world: &mut World) {
+    let jitter = world.dice.below(200 * MS);
+    world.run_until(world.now + 1_000 * MS + jitter);
+}
+
+fn a_primary_and_ready_spares(world: &mut World) -> NodeId {
+    settle(world);
+    let primary = world.primary().expect("a primary");
+    for id in world.with_role(Role::Spare) {
+        assert!(world.is_ready(id), "{id} is not ready");
+    }
+    assert!(world.is_ready(primary), "not protected");
+    primary
+}
+
+#[test]
+fn a_silent_primary_is_replaced_once() {
+    for arbiter in [Arbiter::None, Arbiter::Lease] {
+        for hosts in 2..=4 {
+            for_seeds(hosts, arbiter, |world| {
+                let old = a_primary_and_ready_spares(world);
+                let power_cut = world.dice.chance(50);
+                let reached = world.position(old);
+                world.crash(old, power_cut, None);
+                settle(world);
+                assert_eq!(world.takeovers.len(), 1, "takeovers {:?}", world.takeovers);
+                assert_eq!(world.running().len(), 1);
+                let new = world.primary().expect("a new primary");
+                assert!(world.position(new).epoch.0 + 1 >= reached.epoch.0, "lost an epoch");
+            });
+        }
+    }
+}
+
+#[test]
+fn a_killed_guest_moves_at_once() {
+    for_seeds(3, Arbiter::None, |world| {
+        let old = a_primary_and_ready_spares(world);
+        world.deliver(old, Event::GuestDied);
+        world.run_until(world.now + 20 * MS);
+        assert_eq!(world.takeovers.len(), 1);
+        assert_ne!(world.primary(), Some(old));
+    });
+}
+
+#[test]
+fn a_dead_agent_is_replaced_at_once() {
+    for_seeds(3, Arbiter::None, |world| {
+        let old = a_primary_and_ready_spares(world);
+        world.crash(old, false, None);
+        world.run_until(world.now + 20 * MS);
+        assert_eq!(world.takeovers.len(), 1);
+    });
+}
+
+#[test]
+fn a_guest_that_ended_is_not_replaced() {
+    for_seeds(3, Arbiter::None, |world| {
+        let old = a_primary_and_ready_spares(world);
+        world.deliver(old, Event::GuestEnded);
+        world.crash(old, false, None);
+        settle(world);
+        assert!(world.takeovers.is_empty());
+    });
+}
+
+#[test]
+fn a_switchover_moves_the_guest_without_loss() {
+    for arbiter in [Arbiter::None, Arbiter::Lease] {
+        for hosts in 2..=4 {
+            for_seeds(hosts, arbiter, |world| {
+                let old = a_primary_and_ready_spares(world);
+                let spares = world.with_role(Role::Spare);
+                let choice = world.dice.below(spares.len() as u64) as usize;
+                world.deliver(old, Event::SwitchoverAsked(Some(spares[choice])));
+                let frozen = world.position(old);
+                settle(world);
+                assert_eq!(world.primary(), Some(spares[choice]));
+                assert!(world.position(spares[choice]) >= frozen);
+                assert_eq!(world.takeovers.len(), 1);
+                world.restart_fenced();
+                settle(world);
+                assert_eq!(world.with_role(Role::Spare).len() as u64, hosts - 1);
+            });
+        }
+    }
+}
+
+#[test]
+fn a_failed_takeover_passes_to_the_next_spare() {
+    for_seeds(3, Arbiter::None, |world| {
+        let old = a_primary_and_ready_spares(world);
+        world.fail_takeovers_percent = 100;
+        world.crash(old, true, None);
+        while world.takeovers.is_empty() {
+            world.run_until(world.now + MS);
+        }
+        world.run_until(world.now + 12 * MS);
+        world.fail_takeovers_percent = 0;
+        settle(world);
+        assert_eq!(world.takeovers.len(), 2);
+        assert_eq!(world.running().len(), 1);
+    });
+}
+
+#[test]
+fn crash_after_crash_the_guest_lives_while_a_ready_spare_does() {
+    for arbiter in [Arbiter::None, Arbiter::Lease] {
+        for_seeds(3, arbiter, |world| {
+            for round in 1..=5 {
+                let primary = a_primary_and_ready_spares(world);
+                let (power_cut, spare_too) = (world.dice.chance(50), world.dice.chance(30));
+                if spare_too {
+                    let spares = world.with_role(Role::Spare);
+                    let choice = world.dice.below(spares.len() as u64) as usize;
+                    world.crash(spares[choice], power_cut, Some(400 * MS));
+                    let gap = world.dice.below(200 * MS);
+                    world.run_until(world.now + gap);
+                }
+                world.crash(primary, power_cut, Some(500 * MS));
+                settle(world);
+                assert_eq!(world.running().len(), 1, "round {round}");
+                assert_eq!(world.takeovers.len(), round);
+            }
+        });
+    }
+}
+
+/// Any faults at all. What holds at every instant is checked by the world itself.
+fn chaos(world: &mut World, cuts: bool) {
+    let faults = 3 + world.dice.below(12);
+    for _ in 0..faults {
+        let gap = world.dice.below(400 * MS);
+        world.run_until(world.now + gap);
+        let hosts = world.alive();
+        if hosts.len() < 2 {
+            continue;
+        }
+        let a = hosts[world.dice.below(hosts.len() as u64) as usize];
+        let b = hosts[world.dice.below(hosts.len() as u64) as usize];
+        match world.dice.below(if cuts { 8 } else { 5 }) {
+            0 => world.crash(a, true, Some(300 * MS)),
+            1 => world.crash(a, false, Some(300 * MS)),
+            2 => world.deliver(a, Event::SwitchoverAsked(None)),
+            3 => world.restart_fenced(),
+            4 if world.running().contains(&a) => {
+                // The agent sees the pidfd of a dead guest.
+                world.deliver(a, Event::GuestDied);
+            }
+            5 if a != b => world.cut(a, b),
+            6 => world.cut_arbiter(a),
+            7 => world.heal(),
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn with_an_arbiter_no_fault_makes_two_guests() {
+    for hosts in 2..=4 {
+        for_seeds(hosts, Arbiter::Lease, |world| {
+            chaos(world, true);
+            world.heal();
+            settle(world);
+            settle(world);
+            assert!(world.with_role(Role::Primary).len() <= 1);
+        });
+    }
+}
+
+#[test]
+fn without_an_arbiter_crashes_alone_make_no_two_guests() {
+    for_seeds(2, Arbiter::None, |world| chaos(world, false));
+}
+
+#[test]
+fn without_an_arbiter_a_healed_cluster_has_one_primary() {
+    for hosts in 2..=4 {
+        for_seeds(hosts, Arbiter::None, |world| {
+            chaos(world, true);
+            world.ever_cut = true;
+            world.heal();
+            settle(world);
+            settle(world);
+            assert!(world.with_role(Role::Primary).len() <= 1);
+        });
+    }
+}
+
+#[test]
+fn without_an_arbiter_two_cut_off_hosts_both_reign() {
+    for_seeds(2, Arbiter::None, |world| {
+        let old = a_primary_and_ready_spares(world);
+        let spare = world.with_role(Role::Spare)[0];
+        world.cut(old, spare);
+        settle(world);
+        assert_eq!(world.running().len(), 2, "the trade-off of --arbiter none");
+        world.heal();
+        settle(world);
+        assert_eq!(world.running(), [spare], "the newer reign stays");
+    });
+}
