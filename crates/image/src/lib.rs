@@ -4,6 +4,7 @@
 mod macros;
 
 pub mod checkpoint;
+pub mod files;
 pub mod ids;
 pub mod ipc;
 pub mod memory;
