@@ -3,7 +3,9 @@
 //! [`lab`] makes hosts out of namespaces on this machine; tests, demo and benches all use it.
 #![forbid(unsafe_code)]
 
+pub mod clients;
 pub mod clock;
+pub mod dice;
 pub mod lab;
 
 pub use lab::{Host, Lab};

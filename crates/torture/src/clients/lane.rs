@@ -1,0 +1,197 @@
+//! One connection of a load: requests at their due times, connecting anew when it breaks.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::connection::{ClientError, Connection};
+use super::{Pace, Progress};
+use crate::clock::Instant;
+
+/// Between two attempts to connect to a server that refuses at once.
+const RECONNECT_EVERY: Duration = Duration::from_millis(5);
+/// A server that is wrong once is often wrong a thousand times.
+const WRONGS_KEPT_MAX: usize = 20;
+
+/// What a lane says to its server.
+pub trait Session: Send {
+    /// Called on every new connection, before requests: looks at what the server knows.
+    /// `sent` is set before the first byte is sent for which the reply is a proof of life.
+    fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError>;
+
+    /// One request and its reply.
+    fn request(&mut self, connection: &mut Connection) -> Result<(), ClientError>;
+
+    /// After the last request, on a good connection: looks at everything once more.
+    fn close(&mut self, connection: &mut Connection) -> Result<(), ClientError>;
+}
+
+/// What became of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// A good reply.
+    Good,
+    /// The connection was reset or closed.
+    Lost,
+    /// No reply in time.
+    Timeout,
+    /// A reply that breaks a promise.
+    Wrong,
+}
+
+/// One request and what became of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Reply {
+    /// When it should have been sent. Latency counts from here.
+    pub due: Instant,
+    /// When it was sent.
+    pub sent: Instant,
+    /// When the reply was there, or the failure.
+    pub done: Instant,
+    /// What became of it.
+    pub outcome: Outcome,
+}
+
+impl Reply {
+    /// From due to done.
+    pub fn latency(&self) -> Duration {
+        self.done.since(self.due)
+    }
+}
+
+/// What a lane has seen.
+#[derive(Debug)]
+pub struct LaneRecord<S> {
+    /// The session at the end.
+    pub session: S,
+    /// Every request, in the order of their due times.
+    pub replies: Vec<Reply>,
+    /// Connections made after the first.
+    pub reconnects: u64,
+    /// Attempts to connect that failed.
+    pub refused: u64,
+    /// Broken promises, in words.
+    pub wrongs: Vec<String>,
+    /// True if [`Session::close`] has succeeded.
+    pub closed: bool,
+}
+
+/// A connection of a load; see the module.
+#[derive(Debug)]
+pub struct Lane<S> {
+    server: SocketAddr,
+    pace: Pace,
+    progress: Arc<Progress>,
+    connection: Option<Connection>,
+    connected: u64,
+    record: LaneRecord<S>,
+}
+
+impl<S: Session> Lane<S> {
+    pub(super) fn new(
+        server: SocketAddr,
+        pace: Pace,
+        session: S,
+        progress: Arc<Progress>,
+    ) -> Lane<S> {
+        let record = LaneRecord {
+            session,
+            replies: Vec::new(),
+            reconnects: 0,
+            refused: 0,
+            wrongs: Vec::new(),
+            closed: false,
+        };
+        Lane { server, pace, progress, connection: None, connected: 0, record }
+    }
+
+    /// Tries to get a connection and to open the session on it until `at_most` has passed.
+    pub(super) fn open_within(&mut self, at_most: Duration) {
+        let deadline = Instant::now() + at_most;
+        while !self.connect() && Instant::now() < deadline {
+            std::thread::sleep(RECONNECT_EVERY);
+        }
+    }
+
+    /// Sends requests at `start`, `start + interval`, … until the load is stopped.
+    pub(super) fn run(&mut self, start: Instant, interval: Duration) {
+        let mut due = start;
+        while !self.progress.is_stopped() {
+            due.sleep_until();
+            while self.connection.is_none() && !self.progress.is_stopped() {
+                if !self.connect() {
+                    std::thread::sleep(RECONNECT_EVERY);
+                }
+            }
+            if self.progress.is_stopped() {
+                return;
+            }
+            self.request(due);
+            due = due + interval;
+        }
+    }
+
+    /// Looks at everything a last time, if a connection can be had.
+    pub(super) fn close_within(mut self, at_most: Duration) -> LaneRecord<S> {
+        let deadline = Instant::now() + at_most;
+        while !self.record.closed && Instant::now() < deadline {
+            if self.connection.is_none() && !self.connect() {
+                std::thread::sleep(RECONNECT_EVERY);
+                continue;
+            }
+            let Some(connection) = &mut self.connection else { continue };
+            match self.record.session.close(connection) {
+                Ok(()) => self.record.closed = true,
+                Err(error) => self.failed(&error),
+            }
+        }
+        self.record.reconnects = self.connected.saturating_sub(1);
+        self.record
+    }
+
+    fn connect(&mut self) -> bool {
+        let Pace { connect_at_most, reply_at_most, .. } = self.pace;
+        match Connection::open(self.server, connect_at_most, reply_at_most) {
+            Ok(mut connection) => {
+                let sent = Instant::now();
+                match self.record.session.open(&mut connection) {
+                    Ok(()) => {
+                        self.progress.answer(sent);
+                        self.connection = Some(connection);
+                        self.connected += 1;
+                    }
+                    Err(error) => self.failed(&error),
+                }
+            }
+            Err(_) => self.record.refused += 1,
+        }
+        self.connection.is_some()
+    }
+
+    fn request(&mut self, due: Instant) {
+        let Some(connection) = &mut self.connection else { return };
+        let sent = Instant::now();
+        let result = self.record.session.request(connection);
+        let done = Instant::now();
+        let outcome = match &result {
+            Ok(()) => Outcome::Good,
+            Err(ClientError::Wrong(_)) => Outcome::Wrong,
+            Err(ClientError::Timeout) => Outcome::Timeout,
+            Err(ClientError::Connect(_) | ClientError::Lost(_)) => Outcome::Lost,
+        };
+        self.record.replies.push(Reply { due, sent, done, outcome });
+        match result {
+            Ok(()) => self.progress.answer(sent),
+            Err(error) => self.failed(&error),
+        }
+    }
+
+    fn failed(&mut self, error: &ClientError) {
+        self.connection = None;
+        if let ClientError::Wrong(said) = error
+            && self.record.wrongs.len() < WRONGS_KEPT_MAX
+        {
+            self.record.wrongs.push(said.clone());
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! The protocols of key-value servers: how to say set and get, and what answers mean.
+
+use super::connection::{ClientError, Connection};
+
+/// A key-value protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    /// RESP, as redis-server speaks it.
+    Redis,
+    /// The text protocol of memcached.
+    Memcached,
+    /// `SET key value` and `GET key`, a line each, as `examples/go-kv` speaks it.
+    Line,
+}
+
+impl Protocol {
+    /// Appends a request that stores `value`, a text without spaces or line ends.
+    pub fn put_set(self, request: &mut Vec<u8>, key: &str, value: &str) {
+        let (key_bytes, value_bytes) = (key.len(), value.len());
+        let said = match self {
+            Protocol::Redis => {
+                format!("*3\r\n$3\r\nSET\r\n${key_bytes}\r\n{key}\r\n${value_bytes}\r\n{value}\r\n")
+            }
+            Protocol::Memcached => format!("set {key} 0 0 {value_bytes}\r\n{value}\r\n"),
+            Protocol::Line => format!("SET {key} {value}\n"),
+        };
+        request.extend_from_slice(said.as_bytes());
+    }
+
+    /// Appends a request for the value of `key`.
+    pub fn put_get(self, request: &mut Vec<u8>, key: &str) {
+        let said = match self {
+            Protocol::Redis => format!("*2\r\n$3\r\nGET\r\n${}\r\n{key}\r\n", key.len()),
+            Protocol::Memcached => format!("get {key}\r\n"),
+            Protocol::Line => format!("GET {key}\n"),
+        };
+        request.extend_from_slice(said.as_bytes());
+    }
+
+    /// Takes the reply to a set.
+    pub fn take_set(self, connection: &mut Connection) -> Result<(), ClientError> {
+        let good: &[u8] = match self {
+            Protocol::Redis => b"+OK",
+            Protocol::Memcached => b"STORED",
+            Protocol::Line => b"OK",
+        };
+        let line = connection.line()?;
+        if line == good { Ok(()) } else { Err(unexpected("a set", line)) }
+    }
+
+    /// Takes the reply to a get; `None` if the server has no such key.
+    pub fn take_get(self, connection: &mut Connection) -> Result<Option<String>, ClientError> {
+        match self {
+            Protocol::Redis => take_redis(connection),
+            Protocol::Memcached => take_memcached(connection),
+            Protocol::Line => take_line(connection),
+        }
+    }
+}
+
+fn take_redis(connection: &mut Connection) -> Result<Option<String>, ClientError> {
+    let line = connection.line()?;
+    if line == b"$-1" {
+        return Ok(None);
+    }
+    let count = line.strip_prefix(b"$").and_then(number);
+    let count = count.ok_or_else(|| unexpected("a get", line))?;
+    let value = text(connection.bytes(count)?)?;
+    connection.line()?;
+    Ok(Some(value))
+}
+
+fn take_memcached(connection: &mut Connection) -> Result<Option<String>, ClientError> {
+    let line = connection.line()?;
+    if line == b"END" {
+        return Ok(None);
+    }
+    if !line.starts_with(b"VALUE ") {
+        return Err(unexpected("a get", line));
+    }
+    let count = line.rsplit(|byte| *byte == b' ').next().and_then(number);
+    let count = count.ok_or_else(|| unexpected("a get", line))?;
+    let value = text(connection.bytes(count)?)?;
+    connection.line()?;
+    let end = connection.line()?;
+    if end == b"END" { Ok(Some(value)) } else { Err(unexpected("a get", end)) }
+}
+
+fn take_line(connection: &mut Connection) -> Result<Option<String>, ClientError> {
+    let line = connection.line()?;
+    if line == b"NONE" {
+        return Ok(None);
+    }
+    match line.strip_prefix(b"VALUE ") {
+        Some(value) => Ok(Some(text(value)?)),
+        None => Err(unexpected("a get", line)),
+    }
+}
+
+fn number(digits: &[u8]) -> Option<usize> {
+    std::str::from_utf8(digits).ok()?.parse().ok()
+}
+
+fn text(bytes: &[u8]) -> Result<String, ClientError> {
+    String::from_utf8(bytes.to_vec()).map_err(|_| unexpected("a get", bytes))
+}
+
+fn unexpected(request: &str, said: &[u8]) -> ClientError {
+    let said = String::from_utf8_lossy(&said[..said.len().min(100)]).into_owned();
+    ClientError::Wrong(format!("to {request} the server said {said:?}"))
+}
