@@ -1,9 +1,21 @@
-//! Typed handles on the Linux kernel: ptrace, userfaultfd, pagemap, TCP_REPAIR, namespaces. The host side's only unsafe code.
+//! Typed handles on the Linux kernel: ptrace, userfaultfd, pagemap, TCP_REPAIR, namespaces.
+//! The host side's only unsafe code.
 
+mod error;
 pub mod file_handle;
+pub mod memory;
 pub mod namespace;
+pub mod pagemap;
+pub mod pidfd;
+pub mod proc_maps;
+pub mod ptrace;
+pub mod remote;
+pub mod shared;
+pub mod userfaultfd;
 pub mod xattr;
 
+pub use error::{KernelError, Result};
 pub use file_handle::open_fuse_inode;
 pub use namespace::Namespaces;
+pub use ptrace::HostPid;
 pub use xattr::{get_xattr, list_xattrs, remove_xattr, set_xattr};

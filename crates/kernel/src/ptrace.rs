@@ -1,0 +1,342 @@
+//! ptrace(2) on seized threads.
+//!
+//! All calls on a tracee must come from the one OS thread that seized it: the kernel answers
+//! `ESRCH` to any other. Functions here take a [`HostPid`] and say what state the tracee must be
+//! in; whoever owns the guest keeps those states.
+
+use std::fmt;
+
+use crate::error::{KernelError, Result, check};
+
+/// A process or thread number in the host's pid namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct HostPid(pub i32);
+
+impl fmt::Display for HostPid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// `struct user_regs_struct` of x86-64 as words (sys/user.h); see [`reg`] for the indices.
+pub type Registers = [u64; 27];
+
+/// Indices into [`Registers`].
+pub mod reg {
+    /// Callee-saved r15.
+    pub const R15: usize = 0;
+    /// Callee-saved r14.
+    pub const R14: usize = 1;
+    /// Callee-saved r13.
+    pub const R13: usize = 2;
+    /// Callee-saved r12.
+    pub const R12: usize = 3;
+    /// Argument 4 of a system call.
+    pub const R10: usize = 7;
+    /// Argument 6 of a system call.
+    pub const R9: usize = 8;
+    /// Argument 5 of a system call.
+    pub const R8: usize = 9;
+    /// Result.
+    pub const RAX: usize = 10;
+    /// Argument 3 of a system call.
+    pub const RDX: usize = 12;
+    /// Argument 2 of a system call.
+    pub const RSI: usize = 13;
+    /// Argument 1 of a system call.
+    pub const RDI: usize = 14;
+    /// System call number at entry; -1 outside a system call.
+    pub const ORIG_RAX: usize = 15;
+    /// Instruction pointer.
+    pub const RIP: usize = 16;
+    /// Code segment.
+    pub const CS: usize = 17;
+    /// Flags.
+    pub const EFLAGS: usize = 18;
+    /// Stack pointer.
+    pub const RSP: usize = 19;
+    /// Stack segment.
+    pub const SS: usize = 20;
+    /// FS base: thread-local storage.
+    pub const FS_BASE: usize = 21;
+    /// GS base.
+    pub const GS_BASE: usize = 22;
+}
+
+/// Why a tracee stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// A signal is about to be delivered; resume with it or it is lost.
+    Signal(i32),
+    /// `PTRACE_INTERRUPT`, or a new thread that was attached automatically.
+    Interrupted,
+    /// Stopped by a job-control signal; resume with [`listen`].
+    Group(i32),
+    /// `PTRACE_EVENT_FORK`, `_VFORK` or `_CLONE`: the new thread or process.
+    Born {
+        /// The kernel's event number.
+        event: i32,
+        /// Who was born.
+        child: HostPid,
+    },
+    /// The parent of a vfork(2) goes on.
+    VforkDone,
+    /// execve(2) succeeded; the number is the thread's former one.
+    Exec {
+        /// Thread that called execve.
+        former: HostPid,
+    },
+    /// About to end, everything still there.
+    Exiting {
+        /// wait(2) status to come.
+        status: i32,
+    },
+    /// System call entry or exit under [`cont_to_syscall`].
+    Syscall,
+}
+
+/// What wait(2) reported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waited {
+    /// A tracee stopped.
+    Stopped(HostPid, Stop),
+    /// A tracee or child ended with this wait(2) status.
+    Ended(HostPid, i32),
+    /// Nothing to report now.
+    Nothing,
+    /// No child or tracee is left.
+    NoChildren,
+}
+
+const OPTIONS: libc::c_int = libc::PTRACE_O_TRACESYSGOOD
+    | libc::PTRACE_O_TRACEFORK
+    | libc::PTRACE_O_TRACEVFORK
+    | libc::PTRACE_O_TRACECLONE
+    | libc::PTRACE_O_TRACEEXEC
+    | libc::PTRACE_O_TRACEVFORKDONE
+    | libc::PTRACE_O_EXITKILL;
+
+fn ptrace(
+    verb: &'static str,
+    request: libc::c_uint,
+    tid: HostPid,
+    address: usize,
+    data: usize,
+) -> Result<libc::c_long> {
+    // SAFETY: the requests used in this module write only through `data`, which callers point at
+    // memory of the size the request documents.
+    let value = unsafe { libc::ptrace(request, tid.0, address, data) };
+    check(verb, value).map_err(|error| if error.is_died() { KernelError::Died(tid) } else { error })
+}
+
+/// Attaches to `tid` without stopping it; its future threads and children are attached too, and
+/// all are killed if the calling thread ends (`PTRACE_O_EXITKILL`).
+pub fn seize(tid: HostPid) -> Result<()> {
+    ptrace("seize thread", libc::PTRACE_SEIZE, tid, 0, OPTIONS as usize).map(drop)
+}
+
+/// Asks a running tracee to stop; the stop is reported by [`wait`].
+pub fn interrupt(tid: HostPid) -> Result<()> {
+    ptrace("interrupt thread", libc::PTRACE_INTERRUPT, tid, 0, 0).map(drop)
+}
+
+/// Lets a stopped tracee run, delivering `signal` (0 for none).
+pub fn cont(tid: HostPid, signal: i32) -> Result<()> {
+    ptrace("resume thread", libc::PTRACE_CONT, tid, 0, signal as usize).map(drop)
+}
+
+/// Lets a stopped tracee run to the next entry into or exit from a system call.
+pub fn cont_to_syscall(tid: HostPid, signal: i32) -> Result<()> {
+    ptrace("resume thread to system call", libc::PTRACE_SYSCALL, tid, 0, signal as usize).map(drop)
+}
+
+/// Leaves a tracee in its job-control stop, reporting when it ends.
+pub fn listen(tid: HostPid) -> Result<()> {
+    ptrace("listen to stopped thread", libc::PTRACE_LISTEN, tid, 0, 0).map(drop)
+}
+
+/// Lets a stopped tracee go for good.
+pub fn detach(tid: HostPid, signal: i32) -> Result<()> {
+    ptrace("detach thread", libc::PTRACE_DETACH, tid, 0, signal as usize).map(drop)
+}
+
+/// General registers of a stopped tracee.
+pub fn registers(tid: HostPid) -> Result<Registers> {
+    let mut words: Registers = [0; 27];
+    let data = (&raw mut words) as usize;
+    ptrace("read registers", libc::PTRACE_GETREGS, tid, 0, data)?;
+    Ok(words)
+}
+
+/// Sets the general registers of a stopped tracee.
+pub fn set_registers(tid: HostPid, words: &Registers) -> Result<()> {
+    let data = (words as *const Registers) as usize;
+    ptrace("write registers", libc::PTRACE_SETREGS, tid, 0, data).map(drop)
+}
+
+const NT_X86_XSTATE: usize = 0x202;
+
+/// The XSAVE area of a stopped tracee, appended to `area` (cleared first).
+pub fn extended_registers(tid: HostPid, area: &mut Vec<u8>) -> Result<()> {
+    area.resize(16384, 0);
+    let mut iov = libc::iovec { iov_base: area.as_mut_ptr().cast(), iov_len: area.len() };
+    let data = (&raw mut iov) as usize;
+    let request = libc::PTRACE_GETREGSET;
+    ptrace("read extended registers", request, tid, NT_X86_XSTATE, data)?;
+    area.truncate(iov.iov_len);
+    Ok(())
+}
+
+/// Sets the XSAVE area of a stopped tracee.
+pub fn set_extended_registers(tid: HostPid, area: &[u8]) -> Result<()> {
+    let mut iov = libc::iovec { iov_base: area.as_ptr() as *mut _, iov_len: area.len() };
+    let data = (&raw mut iov) as usize;
+    let request = libc::PTRACE_SETREGSET;
+    ptrace("write extended registers", request, tid, NT_X86_XSTATE, data).map(drop)
+}
+
+/// Blocked signals of a stopped tracee.
+pub fn signal_mask(tid: HostPid) -> Result<u64> {
+    let mut mask = 0u64;
+    ptrace("read signal mask", 0x420a, tid, 8, (&raw mut mask) as usize)?;
+    Ok(mask)
+}
+
+/// Sets the blocked signals of a stopped tracee.
+pub fn set_signal_mask(tid: HostPid, mask: u64) -> Result<()> {
+    ptrace("write signal mask", 0x420b, tid, 8, (&raw const mask) as usize).map(drop)
+}
+
+/// `siginfo_t` of the signal being delivered to a stopped tracee.
+pub fn signal_info(tid: HostPid) -> Result<[u8; 128]> {
+    let mut info = [0u8; 128];
+    let data = (&raw mut info) as usize;
+    ptrace("read signal information", libc::PTRACE_GETSIGINFO, tid, 0, data)?;
+    Ok(info)
+}
+
+#[repr(C)]
+struct PeekSiginfoArgs {
+    offset: u64,
+    flags: u32,
+    count: i32,
+}
+
+/// Signals queued for a stopped tracee, oldest first: for the thread, or `shared` for its process.
+pub fn queued_signals(tid: HostPid, shared: bool) -> Result<Vec<[u8; 128]>> {
+    let mut all = Vec::new();
+    loop {
+        let mut batch = [[0u8; 128]; 16];
+        let arguments =
+            PeekSiginfoArgs { offset: all.len() as u64, flags: u32::from(shared), count: 16 };
+        let address = (&raw const arguments) as usize;
+        let data = batch.as_mut_ptr() as usize;
+        let found = ptrace("read queued signals", 0x4209, tid, address, data)? as usize;
+        all.extend_from_slice(&batch[..found.min(16)]);
+        if found < 16 {
+            return Ok(all);
+        }
+    }
+}
+
+/// rseq(2) registration of a stopped tracee: address, size, signature, flags; address 0 for none.
+pub fn rseq(tid: HostPid) -> Result<[u64; 4]> {
+    #[repr(C)]
+    #[derive(Default)]
+    struct Configuration {
+        pointer: u64,
+        size: u32,
+        signature: u32,
+        flags: u32,
+        pad: u32,
+    }
+    let mut found = Configuration::default();
+    let data = (&raw mut found) as usize;
+    ptrace("read rseq configuration", 0x420f, tid, size_of::<Configuration>(), data)?;
+    Ok([found.pointer, found.size.into(), found.signature.into(), found.flags.into()])
+}
+
+/// One classic BPF program of a stopped tracee's seccomp filters, the newest at index 0; `None`
+/// past the last. Needs `CONFIG_CHECKPOINT_RESTORE`.
+pub fn seccomp_filter(tid: HostPid, index: usize) -> Result<Option<Vec<u8>>> {
+    let count = match ptrace("count seccomp filter", 0x420c, tid, index, 0) {
+        Ok(count) => count as usize,
+        Err(error) if error.errno() == Some(libc::ENOENT) => return Ok(None),
+        Err(error) if error.errno() == Some(libc::EINVAL) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let mut program = vec![0u8; count * 8];
+    ptrace("read seccomp filter", 0x420c, tid, index, program.as_mut_ptr() as usize)?;
+    Ok(Some(program))
+}
+
+fn event_message(tid: HostPid) -> Result<u64> {
+    let mut message = 0u64;
+    let data = (&raw mut message) as usize;
+    ptrace("read ptrace event", libc::PTRACE_GETEVENTMSG, tid, 0, data)?;
+    Ok(message)
+}
+
+/// Whose news [`wait`] takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// Any tracee or child of the calling thread.
+    Any,
+    /// This one.
+    One(HostPid),
+}
+
+/// Takes the next piece of news; blocks only if `block`.
+///
+/// This is the only door through which the project waits for tracees (`__WALL`).
+pub fn wait(whose: Whose, block: bool) -> Result<Waited> {
+    let mut status: libc::c_int = 0;
+    let pid = match whose {
+        Whose::Any => -1,
+        Whose::One(tid) => tid.0,
+    };
+    let flags = libc::__WALL | if block { 0 } else { libc::WNOHANG };
+    loop {
+        // SAFETY: `status` lives through the call.
+        let found = unsafe { libc::waitpid(pid, &raw mut status, flags) };
+        if found > 0 {
+            return classify(HostPid(found), status);
+        }
+        if found == 0 {
+            return Ok(Waited::Nothing);
+        }
+        match std::io::Error::last_os_error().raw_os_error() {
+            Some(libc::EINTR) if block => {}
+            Some(libc::EINTR) => return Ok(Waited::Nothing),
+            Some(libc::ECHILD) => return Ok(Waited::NoChildren),
+            _ => return Err(KernelError::last("wait for thread")),
+        }
+    }
+}
+
+fn classify(tid: HostPid, status: libc::c_int) -> Result<Waited> {
+    if !libc::WIFSTOPPED(status) {
+        return Ok(Waited::Ended(tid, status));
+    }
+    let signal = libc::WSTOPSIG(status);
+    let stop = match status >> 16 {
+        0 if signal == libc::SIGTRAP | 0x80 => Stop::Syscall,
+        0 => Stop::Signal(signal),
+        libc::PTRACE_EVENT_STOP if signal == libc::SIGTRAP => Stop::Interrupted,
+        libc::PTRACE_EVENT_STOP => Stop::Group(signal),
+        event @ (libc::PTRACE_EVENT_FORK | libc::PTRACE_EVENT_VFORK | libc::PTRACE_EVENT_CLONE) => {
+            match event_message(tid) {
+                Ok(child) => Stop::Born { event, child: HostPid(child as i32) },
+                Err(error) if error.is_died() => return Ok(Waited::Nothing),
+                Err(error) => return Err(error),
+            }
+        }
+        libc::PTRACE_EVENT_VFORK_DONE => Stop::VforkDone,
+        libc::PTRACE_EVENT_EXEC => {
+            Stop::Exec { former: HostPid(event_message(tid).unwrap_or(tid.0 as u64) as i32) }
+        }
+        libc::PTRACE_EVENT_EXIT => Stop::Exiting { status: event_message(tid)? as i32 },
+        other => return Err(KernelError::Unexpected(format!("ptrace event {other}"))),
+    };
+    Ok(Waited::Stopped(tid, stop))
+}

@@ -1,0 +1,115 @@
+//! The stub and write tracking on a real child process.
+
+use std::os::fd::AsFd;
+use std::process::{Child, Command};
+
+use hotspare_kernel::pagemap::{Pagemap, Query, Scanned, category};
+use hotspare_kernel::ptrace::{self, HostPid, Stop, Waited, Whose};
+use hotspare_kernel::remote::{Call, Stub, vdso_syscall};
+use hotspare_kernel::userfaultfd::WriteTracker;
+use hotspare_kernel::{memory, pidfd, proc_maps};
+
+struct Sleeper(Child, HostPid);
+
+impl Sleeper {
+    fn stopped() -> Self {
+        let child = Command::new("sleep").arg("1000").spawn().expect("spawns");
+        let tid = HostPid(child.id() as i32);
+        while !std::fs::read_link(format!("/proc/{tid}/exe")).expect("link").ends_with("sleep") {}
+        ptrace::seize(tid).expect("seizes");
+        ptrace::interrupt(tid).expect("interrupts");
+        // The new program shows in /proc a moment before execve(2) reports it, and any stop takes
+        // the interrupt with it.
+        loop {
+            match ptrace::wait(Whose::One(tid), true).expect("waits") {
+                Waited::Stopped(_, Stop::Interrupted) => break,
+                Waited::Stopped(_, Stop::Exec { .. }) => {
+                    ptrace::cont(tid, 0).expect("resumes");
+                    ptrace::interrupt(tid).expect("interrupts");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        Self(child, tid)
+    }
+
+    fn inject(&self) -> Stub {
+        let mut maps = Vec::new();
+        proc_maps::read(self.1, &mut Vec::new(), &mut maps).expect("reads maps");
+        let at = vdso_syscall(self.1, &maps).expect("has a syscall");
+        let pidfd = pidfd::open(self.1).expect("opens pidfd");
+        Stub::inject(self.1, pidfd.as_fd(), &maps, at).expect("injects")
+    }
+}
+
+impl Drop for Sleeper {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_batch_of_calls_runs_and_leaves_no_trace_in_the_registers() {
+    let sleeper = Sleeper::stopped();
+    let tid = sleeper.1;
+    let before = ptrace::registers(tid).expect("registers");
+    let stub = sleeper.inject();
+    let mut calls = [
+        Call::new(libc::SYS_getpid, &[]),
+        Call::new(libc::SYS_dup, &[2]),
+        Call::new(libc::SYS_close, &[]).chained().required(),
+        Call::new(libc::SYS_close, &[9999]).required(),
+        Call::new(libc::SYS_getpid, &[]),
+    ];
+    stub.run(tid, 3, &mut calls).expect("runs");
+    assert_eq!(calls[0].result, i64::from(tid.0));
+    assert!(calls[1].result >= 3);
+    assert_eq!(calls[2].result, 0);
+    assert_eq!(calls[3].result, -i64::from(libc::EBADF));
+    assert!(calls[4].value("get pid").is_err());
+    assert_eq!(ptrace::registers(tid).expect("registers"), before);
+}
+
+#[test]
+fn a_write_is_seen_once_and_a_discard_is_seen_as_a_hole() {
+    let sleeper = Sleeper::stopped();
+    let tid = sleeper.1;
+    let stub = sleeper.inject();
+    let rw = (libc::PROT_READ | libc::PROT_WRITE) as u64;
+    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64;
+    let mut calls = [
+        Call::new(libc::SYS_userfaultfd, &[libc::O_CLOEXEC as u64]),
+        Call::new(libc::SYS_mmap, &[0, 16 * 4096, rw, flags, u64::MAX, 0]),
+    ];
+    stub.run(tid, 0, &mut calls).expect("runs");
+    let uffd = calls[0].value("create userfaultfd").expect("creates");
+    let base = calls[1].value("map").expect("maps");
+    let pidfd = pidfd::open(tid).expect("opens pidfd");
+    let fd = pidfd::get_fd(pidfd.as_fd(), uffd as i32).expect("fetches");
+    let tracker = WriteTracker::new(fd).expect("switches on");
+    let mut map = Pagemap::open(tid).expect("opens pagemap");
+    let populated = category::PRESENT | category::SWAPPED;
+    let query = Query {
+        any_of: populated,
+        report: populated | category::WRITTEN,
+        rearm: true,
+        ..Query::default()
+    };
+    let end = base + 16 * 4096;
+    let mut scan = |base| {
+        let mut found = Vec::new();
+        let how = map.scan(base, end, query, &mut found).expect("scans");
+        (how, found.iter().map(|r| (r.start - base, r.end - base, r.categories)).collect())
+    };
+    assert_eq!(scan(base), (Scanned::NotTracked(base), vec![]));
+    tracker.register(base, end).expect("registers");
+    memory::write(tid, &[(base + 4096, 8192)], &[7; 8192]).expect("writes");
+    let written = category::WRITTEN | category::PRESENT;
+    assert_eq!(scan(base), (Scanned::Complete, vec![(4096, 12288, written)]));
+    assert_eq!(scan(base), (Scanned::Complete, vec![(4096, 12288, category::PRESENT)]));
+    memory::write(tid, &[(base + 8192, 8)], &[8; 8]).expect("writes");
+    let discard = Call::new(libc::SYS_madvise, &[base + 4096, 4096, libc::MADV_DONTNEED as u64]);
+    stub.run(tid, 0, &mut [discard]).expect("runs");
+    assert_eq!(scan(base), (Scanned::Complete, vec![(8192, 12288, written)]));
+}
