@@ -1,2 +1,57 @@
 //! The one door: `cargo xtask …`.
-fn main() {}
+#![forbid(unsafe_code)]
+
+mod ci;
+mod tidy;
+mod tree;
+
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result, bail};
+use clap::{Parser, Subcommand};
+
+/// Builds, checks and measures Hotspare.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Arguments {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Debug, Subcommand)]
+enum Task {
+    /// Installs what demo and tests need
+    Setup,
+    /// Checks the rules of STYLE.md that a machine can check
+    Tidy,
+    /// Everything that must pass before a change lands
+    Ci(ci::CiArguments),
+}
+
+fn main() -> ExitCode {
+    match run(Arguments::parse().task) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(task: Task) -> Result<()> {
+    std::env::set_current_dir(tree::root()).context("enter the source tree")?;
+    match task {
+        Task::Setup => call(Command::new("scripts/setup")),
+        Task::Tidy => tidy::tidy(),
+        Task::Ci(arguments) => ci::ci(&arguments),
+    }
+}
+
+/// Runs a program; anything but success is an error.
+fn call(mut command: Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("run {command:?}"))?;
+    if !status.success() {
+        bail!("{command:?}: {status}");
+    }
+    Ok(())
+}

@@ -1,0 +1,27 @@
+# The doors for people. Everything else is behind `cargo xtask`.
+
+PREFIX ?= /usr/local
+CARGO ?= cargo
+
+.PHONY: all demo test install setup clean
+
+all:
+	$(CARGO) build --release --bin hotspare
+
+setup:
+	@scripts/setup
+
+# Kill a Redis and see what its clients see.
+demo: setup
+	$(CARGO) build --quiet --release --bin hotspare
+	target/release/hotspare demo
+
+# What CI runs.
+test: setup
+	$(CARGO) xtask ci
+
+install: all
+	install -D -m 755 target/release/hotspare $(DESTDIR)$(PREFIX)/bin/hotspare
+
+clean:
+	$(CARGO) clean
