@@ -167,10 +167,10 @@ fn check_unsafe(file: &Path, lines: &[&str], find: &mut impl FnMut(usize, String
     let is_room = UNSAFE_ROOMS.iter().any(|room| file.starts_with(room));
     for (number, line) in lines.iter().enumerate() {
         let code = line.split("//").next().unwrap_or_default();
-        let is_unsafe = [" {", " fn ", " impl ", " extern "]
+        let is_marked = [" {", " fn ", " impl ", " extern "]
             .iter()
             .any(|after| code.contains(&format!("{keyword}{after}")));
-        if !is_unsafe {
+        if !is_marked {
             continue;
         }
         if !is_room {

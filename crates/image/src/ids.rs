@@ -1,4 +1,5 @@
-//! The numbers that order everything: who reigns, which node, how far a checkpoint or a log has come.
+//! The numbers that order everything: who reigns, which node, how far a checkpoint or a log has
+//! come.
 
 use core::fmt;
 
