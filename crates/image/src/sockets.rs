@@ -1,9 +1,15 @@
 //! Sockets.
 
+use std::net::{SocketAddr, SocketAddrV4, SocketAddrV6};
+
 use minicbor::{Decode, Encode};
 
 use crate::objects::FileId;
 use crate::tree::HostPath;
+
+/// Address families (Linux, every architecture).
+const AF_INET: u16 = 2;
+const AF_INET6: u16 = 10;
 
 /// An address as the kernel's `struct sockaddr` bytes, family first.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Encode, Decode)]
@@ -13,6 +19,51 @@ pub struct SocketAddress(
     #[cbor(with = "minicbor::bytes")]
     pub Vec<u8>,
 );
+
+impl SocketAddress {
+    /// The internet address and port, if it is AF_INET or AF_INET6. An IPv4 address that is
+    /// mapped into IPv6 stays IPv6.
+    pub fn internet(&self) -> Option<SocketAddr> {
+        let bytes = &self.0;
+        let family = u16::from_ne_bytes(bytes.get(..2)?.try_into().ok()?);
+        let port = u16::from_be_bytes(bytes.get(2..4)?.try_into().ok()?);
+        match family {
+            AF_INET => {
+                let address: [u8; 4] = bytes.get(4..8)?.try_into().ok()?;
+                Some(SocketAddrV4::new(address.into(), port).into())
+            }
+            AF_INET6 => {
+                let flow = u32::from_be_bytes(bytes.get(4..8)?.try_into().ok()?);
+                let address: [u8; 16] = bytes.get(8..24)?.try_into().ok()?;
+                let scope = u32::from_ne_bytes(bytes.get(24..28)?.try_into().ok()?);
+                Some(SocketAddrV6::new(address.into(), port, flow, scope).into())
+            }
+            _ => None,
+        }
+    }
+}
+
+impl From<SocketAddr> for SocketAddress {
+    fn from(address: SocketAddr) -> Self {
+        let mut bytes = Vec::with_capacity(28);
+        match address {
+            SocketAddr::V4(v4) => {
+                bytes.extend(AF_INET.to_ne_bytes());
+                bytes.extend(v4.port().to_be_bytes());
+                bytes.extend(v4.ip().octets());
+                bytes.extend([0; 8]);
+            }
+            SocketAddr::V6(v6) => {
+                bytes.extend(AF_INET6.to_ne_bytes());
+                bytes.extend(v6.port().to_be_bytes());
+                bytes.extend(v6.flowinfo().to_be_bytes());
+                bytes.extend(v6.ip().octets());
+                bytes.extend(v6.scope_id().to_ne_bytes());
+            }
+        }
+        Self(bytes)
+    }
+}
 
 /// A socket option: level, name, value.
 #[derive(Clone, Debug, PartialEq, Eq, Encode, Decode)]
@@ -83,6 +134,9 @@ pub struct UnixSocket {
     /// Options that differ from a new socket's.
     #[n(9)]
     pub options: Vec<SocketOption>,
+    /// Connected at some time, even where the peer has closed meanwhile.
+    #[n(10)]
+    pub connected: bool,
 }
 
 /// UDP socket.

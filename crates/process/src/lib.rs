@@ -1,2 +1,3 @@
 //! Capture and restore of a process tree: the guest on the primary, the ghost on the spare.
 #![forbid(unsafe_code)]
+pub mod objects;

@@ -1,0 +1,59 @@
+//! Why a kernel object cannot be captured or restored.
+
+use hotspare_kernel::KernelError;
+
+/// Why a kernel object cannot be captured or restored.
+#[derive(Debug, thiserror::Error)]
+pub enum ObjectError {
+    /// {what} cannot be protected: {reason}
+    #[error("{what} cannot be protected: {reason}")]
+    Refused {
+        /// The object in the user's words: `UNIX socket 4711`.
+        what: String,
+        /// The reason, and the way out where there is one.
+        reason: String,
+    },
+    /// {what} is in a state that passes: {reason}; the next checkpoint may succeed
+    #[error("{what} is in a state that passes: {reason}; the next checkpoint may succeed")]
+    Transient {
+        /// The object in the user's words.
+        what: String,
+        /// What has to pass.
+        reason: String,
+    },
+    /// {what}: {source}
+    #[error("{what}: {source}")]
+    Kernel {
+        /// What we were doing, with which object.
+        what: String,
+        /// The kernel's answer.
+        source: KernelError,
+    },
+    /// the image contradicts itself: {0}
+    #[error("the image contradicts itself: {0}")]
+    Image(String),
+    /// {0}
+    #[error(transparent)]
+    Call(#[from] KernelError),
+}
+
+/// Result of a capture or restore.
+pub type ObjectResult<T> = Result<T, ObjectError>;
+
+impl ObjectError {
+    /// A refusal.
+    pub fn refused(what: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::Refused { what: what.into(), reason: reason.into() }
+    }
+
+    /// A refusal for this instant only.
+    pub fn transient(what: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::Transient { what: what.into(), reason: reason.into() }
+    }
+
+    /// Adds to a kernel error which object it was about.
+    pub fn kernel(what: impl Into<String>) -> impl FnOnce(KernelError) -> Self {
+        let what = what.into();
+        move |source| Self::Kernel { what, source }
+    }
+}

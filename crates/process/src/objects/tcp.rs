@@ -1,0 +1,533 @@
+//! TCP sockets: listeners, connections, and what is left of dead ones.
+//!
+//! # What a capture costs, and why it is right while the network goes on
+//!
+//! The guest stands still during a capture, but its peers do not: segments arrive between two of
+//! our calls. A connection is therefore read *optimistically*: one `TCP_INFO`, then the queues if
+//! there is anything in them, then `TCP_INFO` again; when the counters of the two differ we read
+//! again. `TCP_INFO` shows no sequence numbers, but it counts acknowledged and received bytes. So
+//! the numbers are fetched in one short `TCP_REPAIR` visit when a connection is seen for the
+//! first time, and from then on
+//!
+//! ```text
+//! send_unacknowledged = known + Δ bytes_acknowledged      receive_next = known + Δ bytes_received
+//! ```
+//!
+//! A visit selects the receive queue first and the send queue only for one getsockopt(2): while
+//! the send queue is selected, an acknowledgement that arrives makes the kernel believe that it
+//! sent what it did not, and the peer waits for a retransmission. It never breaks a connection.
+//!
+//! # Restore
+//!
+//! A connection is rebuilt in repair mode and stays in it, silent, until [`go_live`]. Bytes of
+//! the send queue are queued only then, as not sent: the peer may have received them or not, and
+//! TCP sorts that out. What TCP cannot sort out (the peer has seen more than this checkpoint
+//! knows) is found and reset by the watch in `hotspare_net::go_live`.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use hotspare_image::sockets::{SocketAddress, TcpConnection, TcpSocket, TcpState};
+use hotspare_kernel::KernelError;
+use hotspare_kernel::segment::{Segment, SegmentSender, flag};
+use hotspare_kernel::socket;
+use hotspare_kernel::tcp::{self, HandshakeOptions, Queue, Repair, RepairWindow, TcpInfo};
+
+use super::error::{ObjectError, ObjectResult};
+use super::socket_options::{
+    Moment, OptionReader, SocketKind, option_value, refuse_upper_layer, restore_options,
+};
+
+/// Most bytes of one queue of one connection that travel; a connection with more is busy, and
+/// its peer will have moved on long before a failover.
+const QUEUE_BYTES_MAX: usize = 4 << 20;
+/// How often a connection is read again because its peer was active meanwhile.
+const ATTEMPTS_MAX: usize = 5;
+/// How far a restored connection's timestamps are moved ahead beyond the age of the checkpoint:
+/// they must not be older than the last one sent.
+const TIMESTAMP_MARGIN_MS: u32 = 10_000;
+
+/// `TCP_ESTABLISHED` and so on (net/tcp_states.h).
+mod state {
+    pub const ESTABLISHED: u8 = 1;
+    pub const SYN_SENT: u8 = 2;
+    pub const SYN_RECEIVED: u8 = 3;
+    pub const FIN_WAIT1: u8 = 4;
+    pub const FIN_WAIT2: u8 = 5;
+    pub const TIME_WAIT: u8 = 6;
+    pub const CLOSE: u8 = 7;
+    pub const CLOSE_WAIT: u8 = 8;
+    pub const LAST_ACK: u8 = 9;
+    pub const LISTEN: u8 = 10;
+    pub const CLOSING: u8 = 11;
+}
+
+/// The peer has sent its FIN.
+fn peer_closed(kernel_state: u8) -> bool {
+    matches!(kernel_state, state::CLOSE_WAIT | state::LAST_ACK | state::CLOSING)
+}
+
+/// The guest has closed its direction: its FIN is sent or queued.
+fn guest_closed(kernel_state: u8) -> bool {
+    use state::{CLOSING, FIN_WAIT1, FIN_WAIT2, LAST_ACK};
+    matches!(kernel_state, FIN_WAIT1 | FIN_WAIT2 | LAST_ACK | CLOSING)
+}
+
+/// What of a connection never changes, or can be counted on from `TCP_INFO`.
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    /// send_unacknowledged − bytes_acknowledged, modulo 2³².
+    send_base: u32,
+    /// receive_next − bytes_received, modulo 2³².
+    receive_base: u32,
+    mss_clamp: u32,
+    window_max: u32,
+    /// Last epoch it was seen in.
+    seen: u64,
+}
+
+/// Sequence numbers of the connections seen in the epochs before, by socket cookie.
+#[derive(Default)]
+pub struct TcpCache {
+    known: HashMap<u64, Known>,
+    epoch: u64,
+}
+
+impl TcpCache {
+    /// A new epoch begins: connections not seen in the last one are forgotten.
+    pub fn begin_epoch(&mut self) {
+        let last = self.epoch;
+        self.known.retain(|_, known| known.seen == last);
+        self.epoch += 1;
+    }
+
+    /// Connections it knows.
+    pub fn len(&self) -> usize {
+        self.known.len()
+    }
+
+    /// Whether it knows none.
+    pub fn is_empty(&self) -> bool {
+        self.known.is_empty()
+    }
+
+    fn learn(&mut self, fd: BorrowedFd<'_>) -> ObjectResult<Option<Known>> {
+        let cookie = socket::get_option_u64(fd, libc::SOL_SOCKET, libc::SO_COOKIE)?;
+        if let Some(known) = self.known.get_mut(&cookie) {
+            known.seen = self.epoch;
+            return Ok(Some(*known));
+        }
+        refuse_upper_layer(fd)?;
+        let Some(mut known) = visit(fd)? else { return Ok(None) };
+        known.seen = self.epoch;
+        self.known.insert(cookie, known);
+        Ok(Some(known))
+    }
+
+    fn widen(&mut self, fd: BorrowedFd<'_>, window: u32) -> ObjectResult<()> {
+        let cookie = socket::get_option_u64(fd, libc::SOL_SOCKET, libc::SO_COOKIE)?;
+        if let Some(known) = self.known.get_mut(&cookie) {
+            known.window_max = window;
+        }
+        Ok(())
+    }
+}
+
+/// Fetches sequence numbers in repair mode; `None` if the peer never held still.
+fn visit(fd: BorrowedFd<'_>) -> ObjectResult<Option<Known>> {
+    let reuse = socket::get_option_i32(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR)?;
+    for _ in 0..ATTEMPTS_MAX {
+        let before = tcp::info(fd)?;
+        let repair = Repair::enter(fd)?;
+        repair.select(Queue::Receive)?;
+        let receive_next = repair.sequence()?;
+        repair.select(Queue::Send)?;
+        let written = repair.sequence();
+        repair.select(Queue::None)?;
+        let queued = socket::outgoing_bytes(fd)? as u32;
+        let mss_clamp = repair.mss_clamp()?;
+        let window_max = repair.window()?.send_max;
+        drop(repair);
+        let after = tcp::info(fd)?;
+        if counters(&before) == counters(&after) {
+            socket::set_option_i32(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)?;
+            let send_unacknowledged = written?.wrapping_sub(queued);
+            let acknowledged = after.bytes_acknowledged as u32;
+            return Ok(Some(Known {
+                send_base: send_unacknowledged.wrapping_sub(acknowledged),
+                receive_base: receive_next.wrapping_sub(after.bytes_received as u32),
+                mss_clamp,
+                window_max,
+                seen: 0,
+            }));
+        }
+    }
+    socket::set_option_i32(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)?;
+    Ok(None)
+}
+
+fn counters(info: &TcpInfo) -> (u8, u64, u64, u32) {
+    (info.state, info.bytes_acknowledged, info.bytes_received, info.unsent_bytes)
+}
+
+/// Captures a TCP socket. The guest stands still; its network may go on.
+///
+/// `fd` is a duplicate of the guest's descriptor. The socket is as before afterwards.
+pub fn capture(
+    fd: BorrowedFd<'_>,
+    family: i32,
+    inode: u64,
+    cache: &mut TcpCache,
+    options: &mut OptionReader,
+) -> ObjectResult<TcpSocket> {
+    let info = tcp::info(fd)?;
+    let local = SocketAddress(socket::local_address(fd)?);
+    let local = local.internet().filter(|address| address.port() != 0).map(|_| local);
+    let state = match info.state {
+        state::LISTEN => TcpState::Listening { backlog: info.backlog as i32 },
+        state::CLOSE => closed(fd)?,
+        state::SYN_SENT | state::SYN_RECEIVED => lost(fd, "it was being set up"),
+        state::TIME_WAIT => lost(fd, "it had ended"),
+        state::ESTABLISHED
+        | state::FIN_WAIT1
+        | state::FIN_WAIT2
+        | state::CLOSE_WAIT
+        | state::LAST_ACK
+        | state::CLOSING => connection(fd, cache)?,
+        other => return Err(KernelError::Unexpected(format!("TCP state {other}")).into()),
+    };
+    let connected = matches!(state, TcpState::Connected(_) | TcpState::Lost { .. });
+    let kind = SocketKind { domain: family, kind: libc::SOCK_STREAM, protocol: libc::IPPROTO_TCP };
+    let options = options.capture(fd, kind, connected)?;
+    Ok(TcpSocket { inode, family, local, state, options })
+}
+
+/// A new socket can still connect; one that was connected reads as ended.
+fn closed(fd: BorrowedFd<'_>) -> ObjectResult<TcpState> {
+    let ended = socket::poll_now(fd, libc::POLLRDHUP)? & (libc::POLLRDHUP | libc::POLLERR) != 0;
+    if ended { Ok(lost(fd, "it had ended")) } else { Ok(TcpState::Closed) }
+}
+
+fn lost(fd: BorrowedFd<'_>, reason: &str) -> TcpState {
+    let remote = socket::peer_address(fd).ok().map(SocketAddress);
+    TcpState::Lost { reason: reason.to_owned(), remote }
+}
+
+fn connection(fd: BorrowedFd<'_>, cache: &mut TcpCache) -> ObjectResult<TcpState> {
+    let remote = match socket::peer_address(fd) {
+        Ok(bytes) => SocketAddress(bytes),
+        Err(_) => return Ok(lost(fd, "it ended during the capture")),
+    };
+    let Some(known) = cache.learn(fd)? else {
+        return Ok(lost(fd, "its peer sent without a pause"));
+    };
+    for _ in 0..ATTEMPTS_MAX {
+        let info = tcp::info(fd)?;
+        let Some(queues) = queues(fd, &info)? else {
+            return Ok(lost(fd, "more bytes were queued than a checkpoint takes"));
+        };
+        if !queues.unstable || counters(&info) == counters(&tcp::info(fd)?) {
+            if info.state == state::CLOSE {
+                break;
+            }
+            if info.send_window > known.window_max {
+                cache.widen(fd, info.send_window)?;
+            }
+            let connection = describe(fd, remote, &known, &info, queues)?;
+            return Ok(TcpState::Connected(Box::new(connection)));
+        }
+    }
+    Ok(lost(fd, "its peer was active during the whole capture"))
+}
+
+/// Both queues; `unstable` if something was in them, so that the peer may have changed them.
+struct Queues {
+    unread: Vec<u8>,
+    outgoing: Vec<u8>,
+    unstable: bool,
+}
+
+/// Reads both queues; `None` where they are too long.
+fn queues(fd: BorrowedFd<'_>, info: &TcpInfo) -> ObjectResult<Option<Queues>> {
+    let waiting = socket::unread_bytes(fd)?;
+    let sending = info.unacknowledged_segments > 0 || info.unsent_bytes > 0;
+    let length = if sending { socket::outgoing_bytes(fd)? } else { 0 };
+    if waiting > QUEUE_BYTES_MAX || length > QUEUE_BYTES_MAX {
+        return Ok(None);
+    }
+    let unread = if waiting > 0 { tcp::peek_unread(fd)? } else { Vec::new() };
+    let outgoing = if length > 0 { peek_outgoing(fd, length)? } else { Vec::new() };
+    Ok(Some(Queues { unread, outgoing, unstable: waiting > 0 || sending }))
+}
+
+fn peek_outgoing(fd: BorrowedFd<'_>, length: usize) -> ObjectResult<Vec<u8>> {
+    let reuse = socket::get_option_i32(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR)?;
+    let repair = Repair::enter(fd)?;
+    repair.select(Queue::Send)?;
+    let bytes = repair.peek(length);
+    repair.select(Queue::None)?;
+    drop(repair);
+    socket::set_option_i32(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)?;
+    Ok(bytes?)
+}
+
+fn describe(
+    fd: BorrowedFd<'_>,
+    remote: SocketAddress,
+    known: &Known,
+    info: &TcpInfo,
+    queues: Queues,
+) -> ObjectResult<TcpConnection> {
+    let has = |bit| info.options & bit != 0;
+    let receive_next = known.receive_base.wrapping_add(info.bytes_received as u32);
+    let mut sent = queues.outgoing;
+    let unsent = sent.split_off(sent.len().saturating_sub(info.unsent_bytes as usize));
+    let timestamp = has(tcp::OPTION_TIMESTAMPS).then(|| tcp::timestamp(fd)).transpose()?;
+    Ok(TcpConnection {
+        remote,
+        kernel_state: info.state,
+        send_unacknowledged: known.send_base.wrapping_add(info.bytes_acknowledged as u32),
+        sent,
+        unsent,
+        receive_next,
+        unread: queues.unread,
+        mss_clamp: known.mss_clamp,
+        window_scales: has(tcp::OPTION_WINDOW_SCALE).then_some(info.window_scales),
+        sack: has(tcp::OPTION_SACK),
+        timestamp,
+        window: [
+            receive_next,
+            info.send_window,
+            known.window_max.max(info.send_window),
+            info.receive_window,
+            receive_next,
+        ],
+    })
+}
+
+/// Restores a TCP socket in the calling thread's network namespace.
+///
+/// A connection is left in repair mode: nothing goes out until [`go_live`]. `age_ms` is how old
+/// the checkpoint may be.
+pub fn restore(image: &TcpSocket, age_ms: u32) -> ObjectResult<OwnedFd> {
+    match &image.state {
+        TcpState::Lost { .. } => ended(image.family),
+        TcpState::Closed => new_socket(image, image.local.as_ref()),
+        TcpState::Listening { backlog } => {
+            let fd = new_socket(image, image.local.as_ref())?;
+            socket::listen(fd.as_fd(), *backlog)?;
+            Ok(fd)
+        }
+        TcpState::Connected(connection) => connected(image, connection, age_ms),
+    }
+}
+
+/// A socket with all its options, bound, not connected.
+fn new_socket(image: &TcpSocket, local: Option<&SocketAddress>) -> ObjectResult<OwnedFd> {
+    let fd = socket::create(image.family, libc::SOCK_STREAM, 0)?;
+    let borrowed = fd.as_fd();
+    prepare_bind(borrowed, image.family)?;
+    restore_options(borrowed, &image.options, Moment::Created)?;
+    if let Some(local) = local {
+        let bound = socket::bind(borrowed, &local.0);
+        bound.map_err(ObjectError::kernel(format!("bind {:?}", local.internet())))?;
+    }
+    finish_options(borrowed, image)?;
+    Ok(fd)
+}
+
+/// Lets bind(2) and connect(2) succeed before the address is there and beside other sockets.
+fn prepare_bind(fd: BorrowedFd<'_>, family: i32) -> ObjectResult<()> {
+    socket::set_option_i32(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, 1)?;
+    socket::set_option_i32(fd, libc::IPPROTO_IP, libc::IP_FREEBIND, 1)?;
+    socket::set_option_i32(fd, libc::IPPROTO_IP, libc::IP_TRANSPARENT, 1)?;
+    if family == libc::AF_INET6 {
+        socket::set_option_i32(fd, libc::IPPROTO_IPV6, libc::IPV6_TRANSPARENT, 1)?;
+    }
+    Ok(())
+}
+
+/// Undoes [`prepare_bind`] and gives every option its value.
+fn finish_options(fd: BorrowedFd<'_>, image: &TcpSocket) -> ObjectResult<()> {
+    let (generic, ip) = (libc::SOL_SOCKET, libc::IPPROTO_IP);
+    for (level, name) in
+        [(generic, libc::SO_REUSEADDR), (ip, libc::IP_FREEBIND), (ip, libc::IP_TRANSPARENT)]
+    {
+        let value = option_value(&image.options, level, name).unwrap_or(0);
+        socket::set_option_i32(fd, level, name, value)?;
+    }
+    restore_options(fd, &image.options, Moment::InPlace)
+}
+
+fn connected(image: &TcpSocket, connection: &TcpConnection, age_ms: u32) -> ObjectResult<OwnedFd> {
+    let (Some(local), Some(remote)) = (image.local.as_ref(), connection.remote.internet()) else {
+        return Err(ObjectError::Image("a TCP connection without addresses".into()));
+    };
+    let fd = socket::create(image.family, libc::SOCK_STREAM, 0)?;
+    let borrowed = fd.as_fd();
+    prepare_bind(borrowed, image.family)?;
+    let repair = Repair::enter(borrowed)?;
+    restore_options(borrowed, &image.options, Moment::Created)?;
+    let what = || format!("TCP connection {:?} – {remote}", local.internet());
+    socket::bind(borrowed, &local.0).map_err(ObjectError::kernel(what()))?;
+    let numbers = Numbers::of(connection);
+    repair.select(Queue::Send)?;
+    repair.set_sequence(numbers.send)?;
+    repair.select(Queue::Receive)?;
+    repair.set_sequence(numbers.receive.wrapping_sub(connection.unread.len() as u32))?;
+    socket::connect(borrowed, &connection.remote.0).map_err(ObjectError::kernel(what()))?;
+    repair.set_handshake(HandshakeOptions {
+        mss_clamp: connection.mss_clamp,
+        window_scales: connection.window_scales,
+        sack: connection.sack,
+        timestamps: connection.timestamp.is_some(),
+    })?;
+    if let Some(timestamp) = connection.timestamp {
+        repair.set_timestamp(later(timestamp, age_ms))?;
+    }
+    fill_unread(&repair, borrowed, &connection.unread)?;
+    let [_, send, send_max, receive, _] = connection.window;
+    let (changed_at, told_at) = (numbers.receive, numbers.receive);
+    let window = RepairWindow { changed_at, send, send_max, receive, told_at };
+    repair.set_window(window).map_err(ObjectError::kernel(what()))?;
+    repair.select(Queue::None)?;
+    repair.keep();
+    Ok(fd)
+}
+
+/// Sequence numbers without the FINs, which are sent and received again after [`go_live`].
+struct Numbers {
+    send: u32,
+    receive: u32,
+}
+
+impl Numbers {
+    fn of(connection: &TcpConnection) -> Self {
+        // In FIN_WAIT2 the peer has acknowledged our FIN, which took a number.
+        let fin_acknowledged = connection.kernel_state == state::FIN_WAIT2;
+        let fin_received = peer_closed(connection.kernel_state);
+        Self {
+            send: connection.send_unacknowledged.wrapping_sub(u32::from(fin_acknowledged)),
+            receive: connection.receive_next.wrapping_sub(u32::from(fin_received)),
+        }
+    }
+}
+
+/// The timestamp `age_ms` and a margin later. Its lowest bit says whether it counts µs.
+fn later(timestamp: u32, age_ms: u32) -> u32 {
+    let ticks_per_ms = if timestamp & 1 == 1 { 1000 } else { 1 };
+    let ahead = age_ms.saturating_add(TIMESTAMP_MARGIN_MS).saturating_mul(ticks_per_ms);
+    timestamp.wrapping_add(ahead & !1)
+}
+
+fn fill_unread(repair: &Repair<'_>, fd: BorrowedFd<'_>, mut bytes: &[u8]) -> ObjectResult<()> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let room = socket::get_option_i32(fd, libc::SOL_SOCKET, libc::SO_RCVBUF)?;
+    let needed = bytes.len().saturating_mul(2).min(i32::MAX as usize / 2) as i32;
+    if room < needed {
+        let name = libc::SO_RCVBUFFORCE;
+        socket::set_option_i32(fd, libc::SOL_SOCKET, name, needed)?;
+    }
+    repair.select(Queue::Receive)?;
+    while !bytes.is_empty() {
+        let part = &bytes[..bytes.len().min(32 << 10)];
+        let taken = repair.append(part).map_err(ObjectError::kernel("refill receive queue"))?;
+        bytes = &bytes[taken..];
+    }
+    Ok(())
+}
+
+/// Lets a restored socket go: it answers its peer from now on, and sends what was queued.
+///
+/// To be called when the service address is there, before the guest runs. Other states than
+/// connections need nothing.
+pub fn go_live(image: &TcpSocket, fd: BorrowedFd<'_>, sender: &SegmentSender) -> ObjectResult<()> {
+    let TcpState::Connected(connection) = &image.state else { return Ok(()) };
+    let outgoing = [&connection.sent[..], &connection.unsent[..]].concat();
+    if !outgoing.is_empty() {
+        let room = socket::get_option_i32(fd, libc::SOL_SOCKET, libc::SO_SNDBUF)?;
+        let needed = outgoing.len().saturating_mul(3).min(i32::MAX as usize / 2) as i32;
+        if room < needed {
+            let name = libc::SO_SNDBUFFORCE;
+            socket::set_option_i32(fd, libc::SOL_SOCKET, name, needed)?;
+        }
+    }
+    Repair::resume(fd).go_live()?;
+    let mut rest = &outgoing[..];
+    while !rest.is_empty() {
+        let taken = socket::send(fd, rest, libc::MSG_DONTWAIT);
+        rest = &rest[taken.map_err(ObjectError::kernel("refill send queue"))?..];
+    }
+    finish_options(fd, image)?;
+    if peer_closed(connection.kernel_state) {
+        repeat_peer_fin(image, connection, sender)?;
+    }
+    if guest_closed(connection.kernel_state) {
+        socket::shutdown(fd, libc::SHUT_WR)?;
+    }
+    Ok(())
+}
+
+/// The peer's FIN came before the checkpoint and will not come again: we say it for the peer.
+fn repeat_peer_fin(
+    image: &TcpSocket,
+    connection: &TcpConnection,
+    sender: &SegmentSender,
+) -> ObjectResult<()> {
+    let Some((to, from)) = addresses(image) else { return Ok(()) };
+    let numbers = Numbers::of(connection);
+    let scale = connection.window_scales.map_or(0, |(peer, _)| peer);
+    let window = connection.window[1].checked_shr(u32::from(scale)).unwrap_or(0);
+    let segment = Segment {
+        from,
+        to,
+        sequence: numbers.receive,
+        acknowledgement: numbers.send,
+        flags: flag::FIN | flag::ACK,
+        window: window.min(u32::from(u16::MAX)) as u16,
+        payload_bytes: 0,
+    };
+    sender.send(&segment).map_err(ObjectError::kernel("repeat the peer's FIN"))?;
+    Ok(())
+}
+
+/// Local and remote address of a connection, alive or lost.
+pub fn addresses(image: &TcpSocket) -> Option<(SocketAddr, SocketAddr)> {
+    let remote = match &image.state {
+        TcpState::Connected(connection) => Some(&connection.remote),
+        TcpState::Lost { remote, .. } => remote.as_ref(),
+        TcpState::Closed | TcpState::Listening { .. } => None,
+    };
+    Some((image.local.as_ref()?.internet()?, remote?.internet()?))
+}
+
+/// A socket whose connection was reset by its peer: reads give `ECONNRESET`, then end of file.
+///
+/// Made of a real connection on the loopback interface of the calling thread's namespace, so
+/// that nothing of the lost connection's addresses is left in the kernel: when the peer sends
+/// again, the kernel itself answers with a reset.
+fn ended(family: i32) -> ObjectResult<OwnedFd> {
+    let what = "stand-in for a lost connection (is the loopback interface up?)";
+    let loopback: SocketAddress = match family {
+        libc::AF_INET6 => SocketAddr::from((std::net::Ipv6Addr::LOCALHOST, 0)).into(),
+        _ => SocketAddr::from((std::net::Ipv4Addr::LOCALHOST, 0)).into(),
+    };
+    let listener = socket::create(family, libc::SOCK_STREAM, 0)?;
+    socket::bind(listener.as_fd(), &loopback.0).map_err(ObjectError::kernel(what))?;
+    socket::listen(listener.as_fd(), 1)?;
+    let address = socket::local_address(listener.as_fd())?;
+    let fd = socket::create(family, libc::SOCK_STREAM, 0)?;
+    socket::connect(fd.as_fd(), &address).map_err(ObjectError::kernel(what))?;
+    let peer = socket::accept(listener.as_fd())?;
+    let at_once = [1i32.to_ne_bytes(), 0i32.to_ne_bytes()].concat();
+    socket::set_option(peer.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, &at_once)?;
+    drop(peer);
+    let events = socket::poll_for(fd.as_fd(), libc::POLLIN, 1000)?;
+    if events & libc::POLLERR == 0 {
+        return Err(ObjectError::Image("a lost connection's stand-in was not reset".into()));
+    }
+    Ok(fd)
+}
