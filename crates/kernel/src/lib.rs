@@ -10,7 +10,10 @@ pub mod pidfd;
 pub mod proc_maps;
 pub mod ptrace;
 pub mod remote;
+pub mod segment;
 pub mod shared;
+pub mod socket;
+pub mod tcp;
 pub mod userfaultfd;
 pub mod xattr;
 
