@@ -75,16 +75,12 @@ pub struct AddressSpace {
     /// The program, as `/proc/PID/exe` names it.
     #[n(3)]
     pub exe: HostPath,
-    /// Ranges whose content is gone since the last checkpoint: mapped anew, or discarded
-    /// (`MADV_DONTNEED`). They are zero (or file content) before this checkpoint's pages.
-    #[n(4)]
-    pub discarded: Vec<GuestRange>,
     /// Mappings that were created since the last checkpoint, even where one of the same shape
-    /// stood before: the ghost maps them afresh.
-    #[n(5)]
+    /// stood before: the ghost maps them afresh. (Discards travel among the page runs, in order.)
+    #[n(4)]
     pub fresh: Vec<GuestRange>,
     /// The whole space is new (first checkpoint, fork or exec): the ghost starts from nothing.
-    #[n(6)]
+    #[n(5)]
     pub reset: bool,
 }
 
@@ -251,11 +247,8 @@ pub struct SharedMemory {
     /// Size in bytes.
     #[n(2)]
     pub bytes: u64,
-    /// Ranges (offsets) that hold no data any more since the last checkpoint.
-    #[n(3)]
-    pub discarded: Vec<GuestRange>,
     /// New since the last checkpoint.
-    #[n(4)]
+    #[n(3)]
     pub reset: bool,
 }
 

@@ -181,8 +181,8 @@ pub struct Thread {
     /// ioprio_get(2).
     #[n(15)]
     pub io_priority: i32,
-    /// A system call that was interrupted and goes on by `restart_syscall` on the primary: ns of
-    /// its timeout that are left, as far as known.
+    /// A system call that goes on by `restart_syscall` after an interruption; `None` where the
+    /// registers show -ERESTART_RESTARTBLOCK means that it cannot be known which.
     #[n(16)]
     pub restart: Option<Restart>,
 }
@@ -194,6 +194,10 @@ pub struct Restart {
     /// How long it had been blocked when the guest stood still, ns, at least.
     #[n(0)]
     pub blocked_ns: u64,
+    /// Number of the system call that was interrupted first. After the first interruption the
+    /// registers only show `restart_syscall`; the arguments stay in their registers.
+    #[n(1)]
+    pub call: i64,
 }
 
 /// `struct kernel_sigaction`.

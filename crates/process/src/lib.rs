@@ -1,3 +1,5 @@
 //! Capture and restore of a process tree: the guest on the primary, the ghost on the spare.
 #![forbid(unsafe_code)]
+
 pub mod objects;
+pub mod pages;
