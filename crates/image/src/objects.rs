@@ -253,8 +253,12 @@ pub struct EpollWatch {
     /// `epoll_data`.
     #[n(2)]
     pub data: u64,
-    /// A process in whose table `fd` is that file (the watch is made from there).
+    /// What is watched. Not always what `fd` means now: epoll(7), question 6.
     #[n(3)]
+    pub file: FileId,
+    /// A process that has both the instance and, at `fd`, the file; 0 where none has. A watch on a
+    /// signalfd is made from there, since it sees the signals of the process that made it.
+    #[n(4)]
     pub process: GuestPid,
 }
 
@@ -320,7 +324,8 @@ pub struct InotifyWatch {
 #[derive(Clone, Debug, PartialEq, Encode, Decode)]
 #[cbor(array)]
 pub struct PidFd {
-    /// The process, in the guest's numbering.
+    /// The process (or thread, where the flags have `PIDFD_THREAD`), in the guest's numbering;
+    /// -1 where it has ended and been waited for.
     #[n(0)]
     pub process: GuestPid,
 }

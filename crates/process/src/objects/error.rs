@@ -1,5 +1,6 @@
 //! Why a kernel object cannot be captured or restored.
 
+use hotspare_image::tree::GuestPid;
 use hotspare_kernel::KernelError;
 
 /// Why a kernel object cannot be captured or restored.
@@ -32,6 +33,16 @@ pub enum ObjectError {
     /// the image contradicts itself: {0}
     #[error("the image contradicts itself: {0}")]
     Image(String),
+    /// process {pid}, descriptor {fd}: {source}
+    #[error("process {pid}, descriptor {fd}: {source}")]
+    At {
+        /// The process, in the guest's numbering.
+        pid: GuestPid,
+        /// The descriptor.
+        fd: i32,
+        /// What is wrong with it.
+        source: Box<ObjectError>,
+    },
     /// {0}
     #[error(transparent)]
     Call(#[from] KernelError),
@@ -49,6 +60,23 @@ impl ObjectError {
     /// A refusal for this instant only.
     pub fn transient(what: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Transient { what: what.into(), reason: reason.into() }
+    }
+
+    /// Adds whose descriptor it was.
+    pub fn at(self, pid: GuestPid, fd: i32) -> Self {
+        match self {
+            Self::At { .. } => self,
+            source => Self::At { pid, fd, source: Box::new(source) },
+        }
+    }
+
+    /// Whether the next checkpoint may succeed.
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::Transient { .. } => true,
+            Self::At { source, .. } => source.is_transient(),
+            Self::Kernel { .. } | Self::Call(_) | Self::Refused { .. } | Self::Image(_) => false,
+        }
     }
 
     /// Adds to a kernel error which object it was about.
