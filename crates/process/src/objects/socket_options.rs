@@ -80,7 +80,8 @@ const GENERIC: &[Rule] = &[
     plain(SOCKET, libc::SO_RCVLOWAT),
     plain(SOCKET, libc::SO_RCVTIMEO),
     plain(SOCKET, libc::SO_SNDTIMEO),
-    plain(SOCKET, libc::SO_PRIORITY),
+    // After IP_TOS, which sets it too.
+    Rule(SOCKET, libc::SO_PRIORITY, Way::Last),
     plain(SOCKET, libc::SO_MARK),
     plain(SOCKET, libc::SO_TIMESTAMP),
     plain(SOCKET, libc::SO_TIMESTAMPNS),

@@ -1,0 +1,335 @@
+//! TCP connections that move from one host to another while their client looks on.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::Command;
+use std::sync::RwLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use hotspare_image::sockets::{TcpSocket, TcpState};
+use hotspare_kernel::segment::SegmentSender;
+use hotspare_process::objects::socket_options::OptionReader;
+use hotspare_process::objects::tcp::{self, TcpCache};
+use hotspare_torture::lab::Lab;
+
+const SECONDS: Duration = Duration::from_secs(10);
+
+/// Two hosts, a client, and the address that moves.
+struct Stage {
+    lab: Lab,
+    cidr: &'static str,
+    service: IpAddr,
+}
+
+impl Stage {
+    fn new(v6: bool) -> Self {
+        let cidr = if v6 { "fd77::50/64" } else { "10.77.0.50/24" };
+        let service = cidr.split('/').next().and_then(|a| a.parse().ok()).expect("an address");
+        let lab = Lab::new(2).expect("make a lab");
+        lab.host(0).add_address(cidr).expect("add the service address");
+        Self { lab, cidr, service }
+    }
+
+    fn listen(&self) -> TcpListener {
+        let address = SocketAddr::new(self.service, 0);
+        self.lab.host(0).inside(move || TcpListener::bind(address)).expect("listen")
+    }
+
+    /// A connection: the client's end, the guest's end.
+    fn connect(&self, listener: &TcpListener) -> (TcpStream, TcpStream) {
+        let address = listener.local_addr().expect("bound");
+        let connect = move || TcpStream::connect_timeout(&address, SECONDS);
+        let client = self.lab.client().inside(connect).expect("connect");
+        client.set_read_timeout(Some(SECONDS)).expect("set timeout");
+        let (server, _) = listener.accept().expect("accept");
+        server.set_read_timeout(Some(SECONDS)).expect("set timeout");
+        (client, server)
+    }
+
+    fn family(&self) -> i32 {
+        if self.service.is_ipv6() { libc::AF_INET6 } else { libc::AF_INET }
+    }
+
+    fn capture(&self, socket: &impl AsFd, cache: &mut TcpCache) -> TcpSocket {
+        let mut options = OptionReader::default();
+        tcp::capture(socket.as_fd(), self.family(), 1, cache, &mut options).expect("capture")
+    }
+
+    fn capture_all<T: AsFd>(&self, sockets: &[T]) -> Vec<TcpSocket> {
+        let mut cache = TcpCache::default();
+        sockets.iter().map(|socket| self.capture(socket, &mut cache)).collect()
+    }
+
+    /// The primary falls silent, the sockets come to life on the spare.
+    fn fail_over(&self, images: Vec<TcpSocket>) -> Vec<OwnedFd> {
+        self.lab.host(0).link_down().expect("pull the cable");
+        let spare = self.lab.host(1);
+        let to_restore = images.clone();
+        let restored = spare.inside(move || {
+            let sockets = to_restore.iter().map(|image| tcp::restore(image, 1000));
+            sockets.collect::<Result<Vec<_>, _>>()
+        });
+        let restored = restored.expect("restore");
+        spare.add_address(self.cidr).expect("take the address");
+        let flush = ["neigh", "flush", "all"];
+        let client = self.lab.client();
+        client.run(Command::new("ip").args(flush), SECONDS).expect("forget the old host");
+        spare.inside(move || {
+            let sender = SegmentSender::open().expect("raw sockets");
+            for (image, socket) in images.iter().zip(&restored) {
+                tcp::go_live(image, socket.as_fd(), &sender).expect("go live");
+            }
+            restored
+        })
+    }
+}
+
+fn as_stream(fd: OwnedFd) -> TcpStream {
+    let stream = TcpStream::from(fd);
+    stream.set_read_timeout(Some(SECONDS)).expect("set timeout");
+    stream
+}
+
+/// `length` bytes, different at each place.
+fn pattern(length: usize) -> Vec<u8> {
+    (0..length).map(|i| (i * 31 + i / 256) as u8).collect()
+}
+
+fn exchange(from: &mut TcpStream, to: &mut TcpStream, bytes: &[u8]) {
+    let mut received = vec![0; bytes.len()];
+    std::thread::scope(|scope| {
+        scope.spawn(|| from.write_all(bytes).expect("write"));
+        to.read_exact(&mut received).expect("read");
+    });
+    assert_eq!(received, bytes);
+}
+
+fn both_ways(a: &mut TcpStream, b: &mut TcpStream) {
+    exchange(a, b, &pattern(100_000));
+    exchange(b, a, &pattern(70_001));
+}
+
+fn an_idle_connection_survives(v6: bool) {
+    let stage = Stage::new(v6);
+    let listener = stage.listen();
+    let (mut client, mut server) = stage.connect(&listener);
+    both_ways(&mut client, &mut server);
+    let images = stage.capture_all(&[server.as_fd(), listener.as_fd()]);
+    let mut restored = stage.fail_over(images);
+    let listener = TcpListener::from(restored.pop().expect("two"));
+    let mut server = as_stream(restored.pop().expect("two"));
+    assert_eq!(server.peer_addr().expect("peer"), client.local_addr().expect("bound"));
+    both_ways(&mut client, &mut server);
+    both_ways(&mut server, &mut client);
+    let (mut client, mut server) = stage.connect(&listener);
+    both_ways(&mut client, &mut server);
+}
+
+#[test]
+fn an_idle_ipv4_connection_and_its_listener_survive() {
+    an_idle_connection_survives(false);
+}
+
+#[test]
+fn an_idle_ipv6_connection_and_its_listener_survive() {
+    an_idle_connection_survives(true);
+}
+
+#[test]
+fn unread_bytes_are_read_on_the_spare() {
+    let stage = Stage::new(false);
+    let listener = stage.listen();
+    let (mut client, server) = stage.connect(&listener);
+    let bytes = pattern(40_000);
+    client.write_all(&bytes).expect("write");
+    let deadline = std::time::Instant::now() + SECONDS;
+    while hotspare_kernel::socket::unread_bytes(server.as_fd()).expect("measure") < bytes.len() {
+        assert!(std::time::Instant::now() < deadline, "the bytes arrive");
+        std::thread::yield_now();
+    }
+    let images = stage.capture_all(&[server.as_fd()]);
+    let mut restored = stage.fail_over(images);
+    let mut server = as_stream(restored.remove(0));
+    let mut received = vec![0; bytes.len()];
+    server.read_exact(&mut received).expect("read");
+    assert_eq!(received, bytes);
+    both_ways(&mut client, &mut server);
+}
+
+#[test]
+fn unacknowledged_bytes_arrive_whether_or_not_the_client_has_them() {
+    let stage = Stage::new(false);
+    let listener = stage.listen();
+    let (mut client, mut server) = stage.connect(&listener);
+    // The cable is out: the bytes stay in the send queue.
+    stage.lab.client().link_down().expect("pull the client's cable");
+    let bytes = pattern(9_000);
+    server.write_all(&bytes).expect("write");
+    let images = stage.capture_all(&[server.as_fd()]);
+    let TcpState::Connected(connection) = &images[0].state else { panic!("connected") };
+    assert_eq!(connection.sent.len() + connection.unsent.len(), bytes.len());
+    stage.lab.client().link_up().expect("plug in again");
+    let mut restored = stage.fail_over(images);
+    let mut server = as_stream(restored.remove(0));
+    let mut received = vec![0; bytes.len()];
+    client.read_exact(&mut received).expect("read");
+    assert_eq!(received, bytes);
+    both_ways(&mut client, &mut server);
+}
+
+#[test]
+fn a_connection_whose_client_said_goodbye_still_answers() {
+    let stage = Stage::new(false);
+    let listener = stage.listen();
+    let (mut client, mut server) = stage.connect(&listener);
+    client.write_all(b"last words").expect("write");
+    client.shutdown(Shutdown::Write).expect("shut down");
+    let mut words = [0; 10];
+    server.read_exact(&mut words).expect("read");
+    assert_eq!(server.read(&mut words).expect("end of file"), 0);
+    let images = stage.capture_all(&[server.as_fd()]);
+    let mut restored = stage.fail_over(images);
+    let mut server = as_stream(restored.remove(0));
+    assert_eq!(server.read(&mut words).expect("end of file"), 0);
+    exchange(&mut server, &mut client, &pattern(10_000));
+    drop(server);
+    assert_eq!(client.read(&mut words).expect("end of file"), 0);
+}
+
+#[test]
+fn a_connection_on_which_the_guest_said_goodbye_still_receives() {
+    let stage = Stage::new(false);
+    let listener = stage.listen();
+    let (mut client, mut server) = stage.connect(&listener);
+    server.write_all(b"last words").expect("write");
+    server.shutdown(Shutdown::Write).expect("shut down");
+    let mut words = Vec::new();
+    client.read_to_end(&mut words).expect("read");
+    let images = stage.capture_all(&[server.as_fd()]);
+    let mut restored = stage.fail_over(images);
+    let mut server = as_stream(restored.remove(0));
+    exchange(&mut client, &mut server, &pattern(10_000));
+    drop(client);
+    assert_eq!(server.read(&mut [0; 10]).expect("end of file"), 0);
+}
+
+#[test]
+fn a_lost_connection_reads_as_reset_and_its_client_is_reset() {
+    let stage = Stage::new(false);
+    let listener = stage.listen();
+    let (mut client, server) = stage.connect(&listener);
+    let mut images = stage.capture_all(&[server.as_fd()]);
+    let TcpState::Connected(connection) = &images[0].state else { panic!("connected") };
+    let remote = Some(connection.remote.clone());
+    images[0].state = TcpState::Lost { reason: "a test".into(), remote };
+    let mut restored = stage.fail_over(images);
+    let mut server = as_stream(restored.remove(0));
+    let error = server.read(&mut [0; 10]).expect_err("reset");
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert_eq!(server.read(&mut [0; 10]).expect("end of file"), 0);
+    client.write_all(b"hello?").expect("the first write is taken");
+    let error = client.read(&mut [0; 10]).expect_err("reset");
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+}
+
+#[test]
+fn options_of_a_listener_and_a_connection_survive() {
+    use hotspare_kernel::socket::{get_option_i32, set_option_i32};
+    let stage = Stage::new(false);
+    let listener = stage.listen();
+    let (_client, server) = stage.connect(&listener);
+    let wanted = [
+        (libc::IPPROTO_TCP, libc::TCP_NODELAY, 1),
+        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 33),
+        (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, 4321),
+        (libc::IPPROTO_IP, libc::IP_TOS, 16),
+        (libc::SOL_SOCKET, libc::SO_PRIORITY, 5),
+        (libc::SOL_SOCKET, libc::SO_RCVLOWAT, 7),
+    ];
+    for (level, name, value) in wanted {
+        set_option_i32(server.as_fd(), level, name, value).expect("set");
+    }
+    set_option_i32(listener.as_fd(), libc::SOL_SOCKET, libc::SO_RCVBUF, 50_000).expect("set");
+    let read = |fd, level, name| get_option_i32(fd, level, name).expect("get");
+    let buffer = read(listener.as_fd(), libc::SOL_SOCKET, libc::SO_RCVBUF);
+    let reuse = read(server.as_fd(), libc::SOL_SOCKET, libc::SO_REUSEADDR);
+    let images = stage.capture_all(&[server.as_fd(), listener.as_fd()]);
+    assert_eq!(read(server.as_fd(), libc::SOL_SOCKET, libc::SO_REUSEADDR), reuse);
+    let restored = stage.fail_over(images);
+    for (level, name, value) in wanted {
+        assert_eq!(read(restored[0].as_fd(), level, name), value, "option {level}/{name}");
+    }
+    assert_eq!(read(restored[0].as_fd(), libc::SOL_SOCKET, libc::SO_REUSEADDR), reuse);
+    assert_eq!(read(restored[1].as_fd(), libc::SOL_SOCKET, libc::SO_RCVBUF), buffer);
+    assert_eq!(read(restored[1].as_fd(), libc::IPPROTO_IP, libc::IP_TRANSPARENT), 0);
+}
+
+/// The guest's side stands still during each capture, as a stopped guest does; its peer goes on
+/// at full speed. Every capture visits the connection anew (an empty cache).
+#[test]
+fn captures_do_not_disturb_connections_that_are_busy() {
+    const BLOCKS: usize = 200;
+    let stage = Stage::new(false);
+    let listener = stage.listen();
+    let pairs: Vec<_> = (0..4).map(|_| stage.connect(&listener)).collect();
+    let (running, done) = (RwLock::new(()), AtomicBool::new(false));
+    let block = &pattern(64 << 10);
+    let guest_sends = |mut server: &TcpStream| {
+        for chunk in std::iter::repeat_n(block, BLOCKS).flat_map(|block| block.chunks(8 << 10)) {
+            let _running = running.read();
+            server.write_all(chunk).expect("write");
+        }
+    };
+    let guest_receives = |mut server: &TcpStream| {
+        let mut bytes = vec![0; block.len()];
+        for _ in 0..BLOCKS {
+            let mut filled = 0;
+            while filled < bytes.len() {
+                let _running = running.read();
+                filled += server.read(&mut bytes[filled..]).expect("read");
+            }
+            assert!(bytes == *block, "what the client sent");
+        }
+    };
+    let client_does_both = |client: &TcpStream| {
+        std::thread::scope(|scope| {
+            let (mut writer, mut reader) = (client, client);
+            scope.spawn(move || (0..BLOCKS).for_each(|_| writer.write_all(block).expect("write")));
+            let mut bytes = vec![0; block.len()];
+            for _ in 0..BLOCKS {
+                reader.read_exact(&mut bytes).expect("read");
+                assert!(bytes == *block, "what the guest sent");
+            }
+        });
+    };
+    std::thread::scope(|scope| {
+        let watcher = scope.spawn(|| {
+            let (mut alive, mut lost) = (0, 0);
+            while !done.load(Ordering::Relaxed) {
+                let _stopped = running.write();
+                for (_, server) in &pairs {
+                    match stage.capture(server, &mut TcpCache::default()).state {
+                        TcpState::Connected(_) => alive += 1,
+                        TcpState::Lost { .. } => lost += 1,
+                        other => panic!("{other:?}"),
+                    }
+                }
+            }
+            (alive, lost)
+        });
+        std::thread::scope(|scope| {
+            for (client, server) in &pairs {
+                scope.spawn(|| guest_sends(server));
+                scope.spawn(|| guest_receives(server));
+                scope.spawn(|| client_does_both(client));
+            }
+        });
+        done.store(true, Ordering::Relaxed);
+        let (alive, lost) = watcher.join().expect("captures succeed");
+        println!("{alive} captures of a live connection, {lost} gave up");
+        assert!(alive > 0);
+    });
+}
