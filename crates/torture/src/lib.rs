@@ -7,5 +7,6 @@ pub mod clients;
 pub mod clock;
 pub mod dice;
 pub mod lab;
+pub mod picture;
 
 pub use lab::{Host, Lab};
