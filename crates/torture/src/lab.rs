@@ -31,6 +31,7 @@ use nix::mount::{MsFlags, mount};
 
 use self::cell::Cell;
 use self::switch::Switch;
+use crate::clock::Instant;
 
 pub use self::process::{Line, Output, Process};
 
@@ -285,10 +286,12 @@ impl Host {
     }
 
     /// The death of the host: the cable first, so that no dying process says goodbye, then
-    /// SIGKILL to every process. Returns when all are gone.
-    pub fn kill(&self) -> Result<(), LabError> {
+    /// SIGKILL to every process. Returns when all are gone, and tells when the cable was out.
+    pub fn kill(&self) -> Result<Instant, LabError> {
         self.link_down()?;
-        self.kill_processes()
+        let death = Instant::now();
+        self.kill_processes()?;
+        Ok(death)
     }
 
     /// The death of all programs of a host whose kernel lives on: sockets close, resets leave.

@@ -8,5 +8,6 @@ pub mod clock;
 pub mod dice;
 pub mod lab;
 pub mod picture;
+pub mod protected;
 
 pub use lab::{Host, Lab};

@@ -20,8 +20,11 @@ use super::wire::Protocol;
 use crate::clock::Instant;
 use crate::dice::Dice;
 
-/// Keys asked for in one go when everything is looked at.
+/// Keys asked for in one go when many are looked at.
 const BATCH: usize = 500;
+/// A new connection looks at the keys written in this time only, so that looking does not load a
+/// server that has just taken over. The rest is looked at in the end.
+const RECENT: Duration = Duration::from_secs(10);
 
 /// What the lanes of a store do.
 #[derive(Clone, Debug)]
@@ -144,32 +147,58 @@ impl StoreLane {
         Ok(())
     }
 
-    /// The numbers that all keys hold.
-    fn look(&self, connection: &mut Connection) -> Result<Vec<u64>, ClientError> {
-        let mut found = Vec::with_capacity(self.values.len());
-        for start in (0..self.values.len()).step_by(BATCH) {
-            let batch = start..(start + BATCH).min(self.values.len());
+    /// The numbers that these keys hold.
+    fn look(
+        &self,
+        connection: &mut Connection,
+        keys: &[usize],
+    ) -> Result<Vec<(usize, u64)>, ClientError> {
+        let mut found = Vec::with_capacity(keys.len());
+        for batch in keys.chunks(BATCH) {
             let mut request = Vec::new();
-            for key in batch.clone() {
-                self.plan.protocol.put_get(&mut request, &self.key(key));
+            for key in batch {
+                self.plan.protocol.put_get(&mut request, &self.key(*key));
             }
             connection.send(&request)?;
             for key in batch {
                 let value = self.plan.protocol.take_get(connection)?;
-                found.push(self.number(key, value.as_deref())?);
+                found.push((*key, self.number(*key, value.as_deref())?));
             }
         }
         Ok(found)
+    }
+
+    /// Writes made before the recent ones.
+    fn writes_before(&self, since: Instant) -> usize {
+        self.writes.partition_point(|write| write.sent < since)
     }
 
     fn fate(&self, number: u64) -> Option<Fate> {
         self.writes.get(usize::try_from(number).ok()?.checked_sub(1)?).map(|write| write.fate)
     }
 
-    /// Looks at all keys and takes the server's word for it, if it is a valid prefix.
-    fn audit(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
-        let found = self.look(connection)?;
-        let reached = found.iter().copied().max().unwrap_or(0);
+    /// Looks at the keys written after `since` and takes the server's word for it, if it is a
+    /// valid prefix. Returns how many are right.
+    fn audit_recent(&mut self, connection: &mut Connection) -> Result<usize, ClientError> {
+        let settled = self.writes_before(Instant::now() - RECENT);
+        let mut keys: Vec<usize> = self.writes[settled..].iter().map(|write| write.key).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        if keys.is_empty() && !self.values.is_empty() {
+            keys.push(0);
+        }
+        self.audit(connection, &keys, settled as u64)
+    }
+
+    /// Looks at `keys`: with the first `settled` writes present, are they a valid prefix?
+    fn audit(
+        &mut self,
+        connection: &mut Connection,
+        keys: &[usize],
+        settled: u64,
+    ) -> Result<usize, ClientError> {
+        let found = self.look(connection, keys)?;
+        let reached = found.iter().map(|(_, number)| *number).max().unwrap_or(0).max(settled);
         if reached as usize > self.writes.len() {
             return Err(ClientError::Wrong(format!("write {reached} was never made")));
         }
@@ -179,19 +208,21 @@ impl StoreLane {
                 expected[write.key] = number;
             }
         }
-        self.keys_verified = 0;
-        for (key, (found, expected)) in found.iter().zip(&expected).enumerate() {
-            if found != expected && self.fate(*found) != Some(Fate::Unknown) {
-                let key = self.key(key);
+        for (key, found) in &found {
+            let expected = expected[*key];
+            if *found != expected && self.fate(*found) != Some(Fate::Unknown) {
+                let key = self.key(*key);
                 return Err(ClientError::Wrong(format!(
                     "{key} holds write {found}, not {expected}, though write {reached} is there"
                 )));
             }
-            self.keys_verified += 1;
         }
         self.settle(reached);
-        self.values = found;
-        Ok(())
+        let verified = found.len();
+        for (key, number) in found {
+            self.values[key] = number;
+        }
+        Ok(verified)
     }
 
     /// The server has writes up to `reached`; those after it are missing.
@@ -248,7 +279,11 @@ impl StoreLane {
 
 impl Session for StoreLane {
     fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
-        if self.is_filled { self.audit(connection) } else { self.fill(connection) }
+        if !self.is_filled {
+            return self.fill(connection);
+        }
+        self.audit_recent(connection)?;
+        Ok(())
     }
 
     fn request(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
@@ -261,7 +296,9 @@ impl Session for StoreLane {
     }
 
     fn close(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
-        self.audit(connection)
+        let keys: Vec<usize> = (0..self.values.len()).collect();
+        self.keys_verified = self.audit(connection, &keys, 0)?;
+        Ok(())
     }
 }
 

@@ -108,10 +108,11 @@ fn a_value_that_was_never_written_is_wrong() {
     let (server, table) = serve();
     let mut lane = lane(4);
     lane.open(&mut connect(server)).unwrap();
+    lane.close(&mut connect(server)).unwrap();
     lock(&table).insert(lane.key(2), lane.value(3, 0));
-    assert!(lane.open(&mut connect(server)).is_err());
+    assert!(lane.close(&mut connect(server)).is_err());
     lock(&table).insert(lane.key(2), lane.value(2, 9));
-    assert!(lane.open(&mut connect(server)).is_err());
+    assert!(lane.close(&mut connect(server)).is_err());
 }
 
 #[test]

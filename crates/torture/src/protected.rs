@@ -1,0 +1,239 @@
+//! The `hotspare` program on simulated hosts, and what it says.
+//!
+//! With `--json` it prints one object a line on its standard output, each with an `event`. The
+//! guest's own output may come in between; whatever is no such object is not ours.
+//!
+//! | event | by | when | members |
+//! | --- | --- | --- | --- |
+//! | `protected` | `run`, new primary | a spare holds a whole checkpoint | `epoch`, `spares` |
+//! | `epoch` | primary | a checkpoint is committed | `epoch`, `pause_us`, `stop_ns`, … |
+//! | `failover` | spare | its ghost runs | `detect_ms`, `finalise_ms`, `address_ms`, `epoch`, `term` |
+//! | `exit` | primary | the guest has ended | `status` |
+
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use crate::Host;
+use crate::clock::Instant;
+use crate::lab::{LabError, Line, Process};
+
+/// Where spares listen.
+pub const STREAM_PORT: u16 = 7070;
+/// Longest wait for anything that should take milliseconds. A hang, not a measure.
+pub const HANG: Duration = Duration::from_secs(60);
+
+/// What `hotspare --json` says.
+#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+pub enum Event {
+    /// A spare holds a whole checkpoint: from here on a failover is possible.
+    Protected {
+        /// The first committed epoch.
+        epoch: u64,
+    },
+    /// A checkpoint is committed.
+    Epoch {
+        /// Its number.
+        epoch: u64,
+        /// How long the guest was stopped for it.
+        #[serde(default)]
+        pause_us: f64,
+        /// CLOCK_MONOTONIC when it was stopped. What it had done by then is safe.
+        #[serde(default)]
+        stop_ns: u64,
+    },
+    /// The ghost runs.
+    Failover(Failover),
+    /// The guest has ended.
+    Exit {
+        /// Its exit status, as a shell gives it.
+        status: i32,
+    },
+}
+
+/// A takeover, as the new primary tells it.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
+pub struct Failover {
+    /// From the last sign of life of the primary to the decision.
+    pub detect_ms: f64,
+    /// From the decision to a ghost that is ready to run.
+    pub finalise_ms: f64,
+    /// Taking the service address and letting go.
+    pub address_ms: f64,
+    /// The checkpoint that it runs from.
+    pub epoch: u64,
+    /// The new primary's term.
+    #[serde(default)]
+    pub term: u64,
+}
+
+/// The event in a line, if there is one.
+pub fn event(line: &Line) -> Option<Event> {
+    line.text.starts_with('{').then(|| serde_json::from_str(&line.text).ok())?
+}
+
+/// How guests are protected.
+#[derive(Clone, Debug)]
+pub struct Engine {
+    /// The `hotspare` program.
+    pub binary: PathBuf,
+    /// Between two checkpoints.
+    pub epoch: Duration,
+    /// The guest's address with its prefix, if it has one.
+    pub service_cidr: Option<String>,
+    /// Directories to replicate.
+    pub replicated: Vec<String>,
+}
+
+impl Engine {
+    /// The `hotspare` of this build: `$HOTSPARE_BIN`, or the one next to this program.
+    pub fn built() -> Option<PathBuf> {
+        if let Some(path) = std::env::var_os("HOTSPARE_BIN") {
+            return Some(path.into());
+        }
+        let program = std::env::current_exe().ok()?;
+        let built = |dir: &Path| Some(dir.join("hotspare")).filter(|path| path.is_file());
+        program.ancestors().skip(1).take(2).find_map(built)
+    }
+
+    /// Starts a spare; returns when it listens.
+    pub fn spare(&self, host: &Host) -> Result<Process, LabError> {
+        let mut command = Command::new(&self.binary);
+        let address = host.socket(STREAM_PORT);
+        command.args(["spare", "--json", "--insecure", "--listen", &address.to_string()]);
+        let process = host.spawn(&mut command)?;
+        wait_for_listener(&process, STREAM_PORT, HANG)?;
+        Ok(process)
+    }
+
+    /// Starts `guest` with these spares. It may not be protected yet: see [`Engine::protected`].
+    pub fn run(
+        &self,
+        host: &Host,
+        spares: &[&Host],
+        guest: &[String],
+    ) -> Result<Process, LabError> {
+        let mut command = Command::new(&self.binary);
+        command.args(["run", "--json", "--insecure"]);
+        command.arg("--epoch").arg(format!("{}ms", self.epoch.as_millis()));
+        for spare in spares {
+            command.arg("--spare").arg(spare.socket(STREAM_PORT).to_string());
+        }
+        if let Some(cidr) = &self.service_cidr {
+            command.args(["--service-address", cidr]);
+        }
+        for path in &self.replicated {
+            command.arg("--files").arg(format!("replicate:{path}"));
+        }
+        host.spawn(command.arg("--").args(guest))
+    }
+
+    /// Waits until a spare could take over from `primary`.
+    pub fn protected(primary: &Process) -> Result<u64, LabError> {
+        let epoch = |line: &Line| match event(line)? {
+            Event::Protected { epoch } | Event::Epoch { epoch, .. } => Some(epoch),
+            Event::Failover(_) | Event::Exit { .. } => None,
+        };
+        primary.stdout().find(HANG, epoch).ok_or_else(|| missing("protection", primary))
+    }
+
+    /// Waits until `spare` has taken over.
+    pub fn taken_over(spare: &Process) -> Result<(Failover, Instant), LabError> {
+        let failover = |line: &Line| match event(line)? {
+            Event::Failover(failover) => Some((failover, line.at)),
+            Event::Protected { .. } | Event::Epoch { .. } | Event::Exit { .. } => None,
+        };
+        spare.stdout().find(HANG, failover).ok_or_else(|| missing("a failover", spare))
+    }
+
+    /// Waits until `spare`, which has taken over, says that the guest has ended.
+    pub fn guest_ended(spare: &Process, at_most: Duration) -> Result<i32, LabError> {
+        let status = |line: &Line| match event(line)? {
+            Event::Exit { status } => Some(status),
+            Event::Protected { .. } | Event::Epoch { .. } | Event::Failover(_) => None,
+        };
+        let ended = spare.stdout().find(at_most, status);
+        ended.ok_or_else(|| missing("the end of the guest", spare))
+    }
+}
+
+fn missing(what: &str, process: &Process) -> LabError {
+    let said = process.stdout().text() + &process.stderr().text();
+    let tail: Vec<&str> = said.lines().rev().take(30).collect();
+    let tail: Vec<&str> = tail.into_iter().rev().collect();
+    let what = format!("{what}; pid {} said:\n{}", process.pid(), tail.join("\n"));
+    LabError::Deadline { what, waited: HANG }
+}
+
+/// Waits until a process, or another in its network namespace, listens on a TCP port. Looks at
+/// the kernel's table, so the listener sees no connection.
+pub fn wait_for_listener(process: &Process, port: u16, at_most: Duration) -> Result<(), LabError> {
+    let deadline = Instant::now() + at_most;
+    loop {
+        if ["tcp", "tcp6"].iter().any(|table| listens(process.pid(), table, port)) {
+            return Ok(());
+        }
+        if process.try_wait().is_some() || Instant::now() > deadline {
+            return Err(missing(&format!("a listener on port {port}"), process));
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Reads `/proc/PID/net/tcp` (proc_net_tcp(5)): local address in the second column, state in the
+/// fourth, 0A is LISTEN.
+fn listens(pid: i32, table: &str, port: u16) -> bool {
+    let Ok(table) = fs::read_to_string(format!("/proc/{pid}/net/{table}")) else { return false };
+    let local = format!(":{port:04X}");
+    table.lines().skip(1).any(|line| {
+        let mut columns = line.split_ascii_whitespace().skip(1);
+        columns.next().is_some_and(|address| address.ends_with(&local))
+            && columns.nth(1) == Some("0A")
+    })
+}
+
+/// Waits until `server` accepts a connection from `client`.
+pub fn wait_for_service(
+    client: &Host,
+    server: SocketAddr,
+    at_most: Duration,
+) -> Result<(), LabError> {
+    let accepts = move || {
+        let deadline = Instant::now() + at_most;
+        while Instant::now() < deadline {
+            let patience = Duration::from_millis(200);
+            if std::net::TcpStream::connect_timeout(&server, patience).is_ok() {
+                return true;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        false
+    };
+    let what = format!("a server at {server}");
+    client.inside(accepts).then_some(()).ok_or(LabError::Deadline { what, waited: at_most })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(text: &str) -> Line {
+        Line { at: Instant::default(), text: text.to_owned() }
+    }
+
+    #[test]
+    fn events_are_told_from_what_a_guest_prints() {
+        let said = r#"{"event":"failover","detect_ms":91.5,"finalise_ms":4,"address_ms":0.2,
+                       "epoch":17,"term":2,"more":true}"#;
+        let Some(Event::Failover(failover)) = event(&line(said)) else { panic!("no failover") };
+        assert_eq!((failover.epoch, failover.term), (17, 2));
+        assert_eq!(event(&line(r#"{"event":"exit","status":3}"#)), Some(Event::Exit { status: 3 }));
+        assert_eq!(event(&line(r#"{"guest":1}"#)), None);
+        assert_eq!(event(&line("hello")), None);
+    }
+}
