@@ -8,6 +8,7 @@ pub mod clock;
 pub mod dice;
 pub mod lab;
 pub mod picture;
+pub mod programs;
 pub mod protected;
 
 pub use lab::{Host, Lab};

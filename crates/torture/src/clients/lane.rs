@@ -142,7 +142,10 @@ impl<S: Session> Lane<S> {
             let Some(connection) = &mut self.connection else { continue };
             match self.record.session.close(connection) {
                 Ok(()) => self.record.closed = true,
-                Err(error) => self.failed(&error),
+                Err(error) => {
+                    self.failed(&error);
+                    std::thread::sleep(RECONNECT_EVERY);
+                }
             }
         }
         self.record.reconnects = self.connected.saturating_sub(1);

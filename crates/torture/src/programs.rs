@@ -1,0 +1,244 @@
+//! Real programs, each with a check that knows whether it went on as if nothing had happened.
+//!
+//! A [`Program`] runs in one of two ways. Plainly, on one host, undisturbed: that proves the check.
+//! Protected: a spare follows, the primary's host is killed at an instant that a seed decides, and
+//! the same check must hold for what goes on at the spare.
+
+mod batch;
+mod list;
+mod store;
+mod web;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::clock::{Instant, millis};
+use crate::dice::Dice;
+use crate::lab::{LAB_DIR, LabError, Process, SERVICE_CIDR, SERVICE_V4};
+use crate::protected::{Engine, Failover, HANG};
+use crate::{Host, Lab};
+
+pub use self::list::{by_name, programs};
+
+/// The directory that programs write to; replicated when they are protected.
+pub const WORK_DIR: &str = "/srv/hotspare-lab/work";
+
+/// A program and how to tell whether it survived.
+pub struct Program {
+    /// As it is given to `--program`.
+    pub name: &'static str,
+    /// Commands that must be installed.
+    pub needs: &'static [&'static str],
+    /// Its command line.
+    pub command: Vec<String>,
+    /// True if it writes files that must survive.
+    pub writes: bool,
+    /// The kill comes between these spans after protection has begun.
+    pub kill: (Duration, Duration),
+    /// Tells whether it survived.
+    pub check: Box<dyn Check>,
+}
+
+/// How to tell whether a program has survived.
+pub trait Check: Send + Sync {
+    /// Puts the files that the program reads on a host. The same on every host.
+    fn prepare(&self, host: &Host) -> Result<(), LabError>;
+
+    /// Called before the program is started: learns what an undisturbed run gives, if need be.
+    fn rehearse(&self, stage: &Stage) -> Result<Box<dyn Watch>, LabError>;
+}
+
+/// A program being watched.
+pub trait Watch {
+    /// Called when the program has been started: loads it, and returns when the load runs.
+    fn begin(&mut self, stage: &Stage) -> Result<(), LabError>;
+
+    /// True once the program has shown, after `death`, that it goes on. Waits for that.
+    fn goes_on(&mut self, death: Instant) -> bool;
+
+    /// The end. `ending` is where the program is now, and how its end is noticed.
+    fn finish(self: Box<Self>, ending: &Ending<'_>) -> Result<Findings, LabError>;
+}
+
+/// Where a program runs.
+pub struct Stage {
+    /// The lab. Its last host is for reference runs.
+    pub lab: Lab,
+    /// Where the program is reached.
+    pub service: SocketAddr,
+    /// Decides everything that is random.
+    pub seed: u64,
+    /// The program's command line.
+    pub command: Vec<String>,
+}
+
+impl Stage {
+    /// The host that takes no part, for runs to compare with.
+    pub fn reference(&self) -> &Arc<Host> {
+        self.lab.hosts().last().expect("a stage has hosts")
+    }
+}
+
+/// The last part of a run.
+pub struct Ending<'a> {
+    /// The host that the program is on now.
+    pub host: &'a Arc<Host>,
+    /// The program itself, or the `hotspare` that has it now.
+    pub process: &'a Process,
+    /// When the primary was killed, if it was.
+    pub death: Option<Instant>,
+}
+
+impl Ending<'_> {
+    /// Waits for the end of the program and gives its exit status.
+    pub fn exit_status(&self, at_most: Duration) -> Result<i32, LabError> {
+        if self.death.is_some() {
+            return Engine::guest_ended(self.process, at_most);
+        }
+        Ok(self.process.wait(at_most)?.code().unwrap_or(-1))
+    }
+}
+
+/// What a check has found.
+#[derive(Clone, Debug, Default)]
+pub struct Findings {
+    /// What was checked and found good, for people.
+    pub facts: Vec<String>,
+    /// Broken promises. Empty is what we want.
+    pub wrongs: Vec<String>,
+}
+
+/// What a run has shown.
+#[derive(Clone, Debug)]
+pub struct Run {
+    /// The program's name.
+    pub program: &'static str,
+    /// Repeats the run.
+    pub seed: u64,
+    /// The takeover, if there was one.
+    pub failover: Option<Failover>,
+    /// From the death to the first sign that it goes on.
+    pub outage: Option<Duration>,
+    /// What the check says.
+    pub findings: Findings,
+}
+
+impl Run {
+    /// True if nothing was wrong.
+    pub fn is_good(&self) -> bool {
+        self.findings.wrongs.is_empty()
+    }
+}
+
+impl std::fmt::Display for Run {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let verdict = if self.is_good() { "ok" } else { "FAILED" };
+        write!(f, "{:<15} seed {:<20} {verdict:<6}", self.program, self.seed)?;
+        if let Some(Failover { detect_ms, finalise_ms, address_ms, .. }) = self.failover {
+            let rest = self.outage.map_or(f64::NAN, millis);
+            write!(
+                f,
+                " outage {rest:.0} ms (detect {detect_ms:.0}, finalise {finalise_ms:.1}, \
+                 address {address_ms:.1})"
+            )?;
+        }
+        for fact in &self.findings.facts {
+            write!(f, " {fact};")?;
+        }
+        for wrong in &self.findings.wrongs {
+            write!(f, "\n    wrong: {wrong}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Commands that a program needs and this machine lacks.
+pub fn missing_commands(program: &Program) -> Vec<&'static str> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut dirs: Vec<PathBuf> = std::env::split_paths(&path).collect();
+    dirs.push("/usr/sbin".into());
+    let is_missing = |command: &&&str| !dirs.iter().any(|dir| dir.join(command).is_file());
+    program.needs.iter().filter(is_missing).copied().collect()
+}
+
+fn stage(program: &Program, seed: u64, port: u16) -> Result<Stage, LabError> {
+    let lab = Lab::new(3)?;
+    for host in lab.hosts() {
+        let work = host.outside(WORK_DIR);
+        std::fs::create_dir_all(&work)
+            .map_err(|source| LabError::Io { doing: format!("make {}", work.display()), source })?;
+        program.check.prepare(host)?;
+    }
+    let service = (SERVICE_V4, port).into();
+    Ok(Stage { lab, service, seed, command: program.command.clone() })
+}
+
+/// Runs a program on one host to its natural end, or for a second if it has none, and checks it.
+pub fn run_plainly(program: &Program, seed: u64) -> Result<Run, LabError> {
+    let stage = stage(program, seed, list::PORT)?;
+    let host = stage.lab.host(0);
+    host.add_address(SERVICE_CIDR)?;
+    let mut watch = program.check.rehearse(&stage)?;
+    let process = start(host, &program.command)?;
+    watch.begin(&stage)?;
+    watch.goes_on(Instant::now());
+    let findings = watch.finish(&Ending { host, process: &process, death: None })?;
+    Ok(Run { program: program.name, seed, failover: None, outage: None, findings })
+}
+
+/// Protects a program, kills its host at a random instant, and checks what goes on at the spare.
+pub fn run_with_failover(
+    program: &Program,
+    seed: u64,
+    binary: PathBuf,
+    epoch: Duration,
+) -> Result<Run, LabError> {
+    let stage = stage(program, seed, list::PORT)?;
+    let (primary_host, spare_host) = (stage.lab.host(0), stage.lab.host(1));
+    let replicated = program.writes.then(|| WORK_DIR.to_owned()).into_iter().collect();
+    let service_cidr = Some(SERVICE_CIDR.to_owned());
+    let engine = Engine { binary, epoch, service_cidr, replicated };
+    let mut watch = program.check.rehearse(&stage)?;
+    let spare = engine.spare(spare_host)?;
+    let primary = engine.run(primary_host, &[spare_host], &program.command)?;
+    watch.begin(&stage)?;
+    Engine::protected(&primary)?;
+
+    let (least, most) = program.kill;
+    (Instant::now() + Dice::new(seed).between(least, most)).sleep_until();
+    let ended_early = primary.try_wait().is_some();
+    let death = primary_host.kill()?;
+    let mut wrongs = Vec::new();
+    if ended_early {
+        let said = primary.stdout().text() + &primary.stderr().text();
+        wrongs.push(format!("the primary ended before it was killed and said:\n{said}"));
+    }
+    let (failover, _) = Engine::taken_over(&spare)?;
+    let goes_on = watch.goes_on(death);
+    let outage = goes_on.then(|| Instant::now().since(death));
+    if !goes_on {
+        wrongs.push(format!("no sign of life within {HANG:?} of the death"));
+    }
+    let ending = Ending { host: spare_host, process: &spare, death: Some(death) };
+    let mut findings = watch.finish(&ending)?;
+    findings.wrongs.extend(wrongs);
+    Ok(Run { program: program.name, seed, failover: Some(failover), outage, findings })
+}
+
+/// Starts a program on a host, plainly.
+fn start(host: &Host, command: &[String]) -> Result<Process, LabError> {
+    host.spawn(Command::new(&command[0]).args(&command[1..]))
+}
+
+/// Writes a file that is private to a host.
+fn put(host: &Host, name: &str, bytes: &[u8]) -> Result<(), LabError> {
+    let path = host.outside(format!("{LAB_DIR}/{name}"));
+    let doing = |source| LabError::Io { doing: format!("write {}", path.display()), source };
+    if let Some(dir) = path.parent() {
+        std::fs::create_dir_all(dir).map_err(doing)?;
+    }
+    std::fs::write(&path, bytes).map_err(doing)
+}

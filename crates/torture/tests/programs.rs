@@ -1,0 +1,28 @@
+//! Every check holds for a program that nobody disturbs: what it finds later is not its own doing.
+
+use hotspare_torture::programs::{by_name, missing_commands, run_plainly};
+
+fn undisturbed(name: &str) {
+    let program = by_name(name).expect("a program of the list");
+    let missing = missing_commands(&program);
+    assert!(missing.is_empty(), "missing {missing:?}: run `make setup`");
+    let run = run_plainly(&program, 1).unwrap();
+    println!("{run}");
+    assert!(run.is_good(), "{run}");
+}
+
+macro_rules! undisturbed {
+    ($($test:ident: $name:literal;)*) => {
+        $(#[test] fn $test() { undisturbed($name); })*
+    };
+}
+
+undisturbed! {
+    redis_passes_its_check: "redis-server";
+    memcached_passes_its_check: "memcached";
+    nginx_passes_its_check: "nginx";
+    lighttpd_passes_its_check: "lighttpd";
+    a_shell_pipeline_passes_its_check: "shell-pipeline";
+    xz_passes_its_check: "xz";
+    sqlite_passes_its_check: "sqlite3";
+}
