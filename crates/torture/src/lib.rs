@@ -5,6 +5,7 @@
 
 pub mod clients;
 pub mod clock;
+pub mod demo;
 pub mod dice;
 pub mod lab;
 pub mod picture;
