@@ -77,7 +77,10 @@ impl Node {
             State::Following(f) if f.primary == peer && f.attached => match how {
                 Closed::ByPeer => self.primary_gone(now, peer, SuspectCause::AgentDied, out),
                 Closed::Goodbye | Closed::ByUs => {
-                    let gone = f.suspicion.is_some_and(|s| s.cause != SuspectCause::Silence);
+                    let gone = match (f.suspicion.map(|s| s.cause), how) {
+                        (Some(SuspectCause::Silence), Closed::Goodbye) | (None, _) => false,
+                        (Some(_), _) => true,
+                    };
                     if !gone && f.claim.is_none() {
                         f.attached = false;
                         out.push(Action::Join { primary: f.primary, term: f.term });

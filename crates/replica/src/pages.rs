@@ -1,0 +1,538 @@
+//! How page contents travel: zero pages as nothing, others raw, as LZ4, or as LZ4 of the difference
+//! from what the spare already has. Pure functions of bytes; layout: `docs/formats/stream.md`.
+
+use hotspare_image::memory::{MmId, PageOwner, SharedId};
+use lz4_flex::block::{CompressTable, compress_into_with_table, decompress_into};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::bases::{Bases, PAGE};
+use crate::frame::{FrameError, Kind};
+
+/// Most pages with a descriptor in one frame: even as runs of one page each, raw, they fit.
+pub const PAGES_PER_FRAME_MAX: usize = 252;
+/// Most runs in one frame.
+pub const RUNS_PER_FRAME_MAX: usize = 4096;
+/// Below this share of a page, compressed bytes are worth their while.
+const WORTH_BYTES: usize = PAGE * 7 / 10;
+/// After pages that did not compress, 0, 1, 3, 7, then always 15 are not tried.
+const SKIPS_MAX: u32 = 15;
+
+const OWNER_MM: u8 = 0;
+const OWNER_SHARED: u8 = 1;
+const RUN_DESCRIBED: u32 = 0;
+const RUN_ZERO: u32 = 1;
+
+/// How one page is encoded; the upper three bits of its descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encoding {
+    /// 4,096 bytes as they are.
+    Raw,
+    /// No bytes: all zero.
+    Zero,
+    /// An LZ4 block.
+    Lz4,
+    /// XXH3-64's low half of the page, then an LZ4 block of the XOR with its base.
+    XorLz4,
+}
+
+impl Encoding {
+    /// The number on the wire.
+    #[must_use]
+    pub const fn number(self) -> u16 {
+        match self {
+            Encoding::Raw => 0,
+            Encoding::Zero => 1,
+            Encoding::Lz4 => 2,
+            Encoding::XorLz4 => 3,
+        }
+    }
+
+    fn from_number(number: u16) -> Option<Encoding> {
+        [Encoding::Raw, Encoding::Zero, Encoding::Lz4, Encoding::XorLz4]
+            .into_iter()
+            .find(|encoding| encoding.number() == number)
+    }
+}
+
+/// Consecutive pages: the address (or offset) of the first and how many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PageRun {
+    /// Address of the first page, page aligned.
+    pub first: u64,
+    /// Number of pages, at least one.
+    pub pages: u32,
+}
+
+/// How hard to try before sending.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effort {
+    /// Only zero pages are recognised.
+    Plain,
+    /// LZ4 and XOR; both ends remember the pages.
+    Squeeze,
+}
+
+/// What came of encoding.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EncodeCounts {
+    /// Pages sent as they are.
+    pub raw: u64,
+    /// Zero pages.
+    pub zero: u64,
+    /// LZ4 pages.
+    pub lz4: u64,
+    /// XOR pages.
+    pub xor: u64,
+}
+
+impl EncodeCounts {
+    /// All pages.
+    #[must_use]
+    pub fn pages(self) -> u64 {
+        self.raw + self.zero + self.lz4 + self.xor
+    }
+}
+
+/// Encodes pages of one stream, in order.
+pub struct PageEncoder {
+    bases: Bases,
+    table: CompressTable,
+    compressed: Vec<u8>,
+    difference: Vec<u8>,
+    bodies: Vec<u8>,
+}
+
+impl Default for PageEncoder {
+    fn default() -> Self {
+        PageEncoder {
+            bases: Bases::default(),
+            table: CompressTable::small(),
+            // Zeroed once; LZ4 writes over it page after page.
+            compressed: vec![0; lz4_flex::block::get_maximum_output_size(PAGE)],
+            difference: vec![0; PAGE],
+            bodies: Vec::with_capacity(PAGES_PER_FRAME_MAX * PAGE),
+        }
+    }
+}
+
+impl PageEncoder {
+    /// Appends the payload of one Pages frame: `bytes` holds the pages of `runs` one after another.
+    /// With [`Effort::Squeeze`] the frame must carry [`crate::frame::FLAG_REMEMBER`].
+    ///
+    /// # Panics
+    /// If there are more than [`PAGES_PER_FRAME_MAX`] pages or `bytes` does not match `runs`.
+    pub fn encode(
+        &mut self,
+        owner: PageOwner,
+        runs: &[PageRun],
+        bytes: &[u8],
+        effort: Effort,
+        payload: &mut Vec<u8>,
+    ) -> EncodeCounts {
+        let pages: usize = runs.iter().map(|run| run.pages as usize).sum();
+        assert!(pages <= PAGES_PER_FRAME_MAX && pages * PAGE == bytes.len(), "{pages} pages");
+        put_head(owner, runs, RUN_DESCRIBED, payload);
+        let mut counts = EncodeCounts::default();
+        let mut addresses = addresses(runs);
+        let mut trial = Trial::default();
+        self.bodies.clear();
+        for page in bytes.chunks_exact(PAGE) {
+            let name = (owner, addresses.next().unwrap_or_default());
+            let before = self.bodies.len();
+            let encoding = if is_zero(page) {
+                Encoding::Zero
+            } else if effort == Effort::Plain {
+                self.bodies.extend_from_slice(page);
+                Encoding::Raw
+            } else {
+                let encoding = self.squeeze(name, page, &mut trial);
+                self.bases.insert(name, page);
+                encoding
+            };
+            counts.add(encoding);
+            let length = (self.bodies.len() - before) as u16;
+            let descriptor = encoding.number() << 13 | length;
+            payload.extend_from_slice(&descriptor.to_le_bytes());
+        }
+        payload.extend_from_slice(&self.bodies);
+        counts
+    }
+
+    fn squeeze(&mut self, name: (PageOwner, u64), page: &[u8], trial: &mut Trial) -> Encoding {
+        if let Some(base) = self.bases.get(name) {
+            xor_into(&mut self.difference, page, base);
+            let length = compress(&self.difference, &mut self.compressed, &mut self.table);
+            if length < WORTH_BYTES {
+                self.bodies.extend_from_slice(&check(page));
+                self.bodies.extend_from_slice(&self.compressed[..length]);
+                return Encoding::XorLz4;
+            }
+        }
+        if trial.is_due() {
+            let length = compress(page, &mut self.compressed, &mut self.table);
+            trial.learn(length < WORTH_BYTES);
+            if length < WORTH_BYTES {
+                self.bodies.extend_from_slice(&self.compressed[..length]);
+                return Encoding::Lz4;
+            }
+        }
+        self.bodies.extend_from_slice(page);
+        Encoding::Raw
+    }
+}
+
+/// Whether the next page is worth a try, from how the last ones went.
+#[derive(Default)]
+struct Trial {
+    failures: u32,
+    skip: u32,
+}
+
+impl Trial {
+    fn is_due(&mut self) -> bool {
+        self.skip = self.skip.saturating_sub(1);
+        self.skip == 0
+    }
+
+    fn learn(&mut self, paid: bool) {
+        self.failures = if paid { 0 } else { self.failures.min(4) + 1 };
+        // The count includes the page that is due.
+        self.skip = if paid { 0 } else { ((1 << self.failures) / 2).min(SKIPS_MAX + 1) };
+    }
+}
+
+impl EncodeCounts {
+    fn add(&mut self, encoding: Encoding) {
+        match encoding {
+            Encoding::Raw => self.raw += 1,
+            Encoding::Zero => self.zero += 1,
+            Encoding::Lz4 => self.lz4 += 1,
+            Encoding::XorLz4 => self.xor += 1,
+        }
+    }
+}
+
+/// Appends the payload of a Pages frame that says of whole runs that they are zero.
+///
+/// # Panics
+/// If there are more than [`RUNS_PER_FRAME_MAX`] runs.
+pub fn encode_zero_runs(owner: PageOwner, runs: &[PageRun], payload: &mut Vec<u8>) {
+    assert!(runs.len() <= RUNS_PER_FRAME_MAX, "{} runs", runs.len());
+    put_head(owner, runs, RUN_ZERO, payload);
+}
+
+fn put_head(owner: PageOwner, runs: &[PageRun], run_kind: u32, payload: &mut Vec<u8>) {
+    let (kind, id) = match owner {
+        PageOwner::Mm(MmId(id)) => (OWNER_MM, u64::from(id)),
+        PageOwner::Shared(SharedId(id)) => (OWNER_SHARED, id),
+    };
+    payload.extend_from_slice(&[kind, 0, 0, 0]);
+    payload.extend_from_slice(&(runs.len() as u32).to_le_bytes());
+    payload.extend_from_slice(&id.to_le_bytes());
+    for run in runs {
+        payload.extend_from_slice(&run.first.to_le_bytes());
+        payload.extend_from_slice(&run.pages.to_le_bytes());
+        payload.extend_from_slice(&run_kind.to_le_bytes());
+    }
+}
+
+fn addresses(runs: &[PageRun]) -> impl Iterator<Item = u64> + '_ {
+    runs.iter().flat_map(|run| {
+        (0..u64::from(run.pages)).map(move |page| run.first.wrapping_add(page * PAGE as u64))
+    })
+}
+
+/// Whether all bytes are zero; looks at 64 bytes at a time and stops at the first that are not.
+#[must_use]
+pub fn is_zero(page: &[u8]) -> bool {
+    let (blocks, rest) = page.as_chunks::<64>();
+    blocks.iter().all(|block| block.iter().fold(0, |all, byte| all | byte) == 0)
+        && rest.iter().all(|byte| *byte == 0)
+}
+
+fn xor_into(into: &mut [u8], page: &[u8], base: &[u8]) {
+    for ((into, page), base) in into.iter_mut().zip(page).zip(base) {
+        *into = page ^ base;
+    }
+}
+
+fn compress(input: &[u8], output: &mut [u8], table: &mut CompressTable) -> usize {
+    match compress_into_with_table(input, output, table) {
+        Ok(length) => length,
+        Err(never) => unreachable!("the output buffer holds the worst case: {never}"),
+    }
+}
+
+fn check(page: &[u8]) -> [u8; 4] {
+    (xxh3_64(page) as u32).to_le_bytes()
+}
+
+/// What a decoded run holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Content<'a> {
+    /// This many zero pages.
+    Zero(u32),
+    /// Whole pages, one after another.
+    Bytes(&'a [u8]),
+}
+
+/// Decodes pages of one stream, in order.
+pub struct PageDecoder {
+    bases: Bases,
+    page: Vec<u8>,
+}
+
+impl Default for PageDecoder {
+    fn default() -> Self {
+        PageDecoder { bases: Bases::default(), page: vec![0; PAGE] }
+    }
+}
+
+impl PageDecoder {
+    /// Decodes the payload of one Pages frame and hands each piece to `sink` with its owner and
+    /// address. Fails on any byte that does not fit; what `sink` has seen by then is void.
+    pub fn decode(
+        &mut self,
+        payload: &[u8],
+        remember: bool,
+        mut sink: impl FnMut(PageOwner, u64, Content<'_>) -> Result<(), FrameError>,
+    ) -> Result<(), FrameError> {
+        let mut bytes = Bytes(payload);
+        let (owner, run_count) = read_head(&mut bytes)?;
+        let mut runs = Bytes(bytes.take(run_count * 16)?);
+        let described = described_pages(Bytes(runs.0))?;
+        let mut table = Bytes(bytes.take(described * 2)?);
+        for _ in 0..run_count {
+            let (run, zero) = read_run(&mut runs)?;
+            if zero {
+                sink(owner, run.first, Content::Zero(run.pages))?;
+                continue;
+            }
+            for page in 0..u64::from(run.pages) {
+                let descriptor = table.u16()?;
+                let address = run.first + page * PAGE as u64;
+                let name = (owner, address);
+                let page = decode_page(&self.bases, &mut self.page, &mut bytes, name, descriptor)?;
+                match page {
+                    None => sink(owner, address, Content::Zero(1))?,
+                    Some(page) => {
+                        sink(owner, address, Content::Bytes(page))?;
+                        if remember {
+                            self.bases.insert(name, page);
+                        }
+                    }
+                }
+            }
+        }
+        if bytes.0.is_empty() { Ok(()) } else { Err(malformed("bytes after the last page")) }
+    }
+}
+
+/// One page: `None` for zero, else its bytes in the payload or in `scratch`.
+fn decode_page<'a, 'payload: 'a>(
+    bases: &Bases,
+    scratch: &'a mut [u8],
+    bytes: &mut Bytes<'payload>,
+    name: (PageOwner, u64),
+    descriptor: u16,
+) -> Result<Option<&'a [u8]>, FrameError> {
+    let encoding = Encoding::from_number(descriptor >> 13).ok_or(malformed("encoding"))?;
+    let body = bytes.take(usize::from(descriptor & 0x1fff))?;
+    match encoding {
+        Encoding::Zero if body.is_empty() => return Ok(None),
+        Encoding::Zero => return Err(malformed("a zero page with bytes")),
+        Encoding::Raw if body.len() == PAGE => return Ok(Some(body)),
+        Encoding::Raw => return Err(malformed("a raw page of another length")),
+        Encoding::Lz4 => decompress_page(body, scratch)?,
+        Encoding::XorLz4 => {
+            let (expected, body) = body.split_at_checked(4).ok_or(malformed("short XOR page"))?;
+            decompress_page(body, scratch)?;
+            let base = bases.get(name).ok_or(malformed("XOR with a page never sent"))?;
+            for (byte, base) in scratch.iter_mut().zip(base) {
+                *byte ^= base;
+            }
+            if check(scratch) != expected {
+                return Err(malformed("XOR page does not match its check"));
+            }
+        }
+    }
+    Ok(Some(scratch))
+}
+
+fn decompress_page(body: &[u8], page: &mut [u8]) -> Result<(), FrameError> {
+    match decompress_into(body, page) {
+        Ok(PAGE) => Ok(()),
+        Ok(_) => Err(malformed("an LZ4 page of another length")),
+        Err(_) => Err(malformed("an LZ4 page that does not decompress")),
+    }
+}
+
+fn read_head(bytes: &mut Bytes<'_>) -> Result<(PageOwner, usize), FrameError> {
+    let head = bytes.take(4)?;
+    let runs = bytes.u32()? as usize;
+    let id = bytes.u64()?;
+    let owner = match head {
+        [OWNER_MM, 0, 0, 0] => {
+            PageOwner::Mm(MmId(u32::try_from(id).map_err(|_| malformed("address space id"))?))
+        }
+        [OWNER_SHARED, 0, 0, 0] => PageOwner::Shared(SharedId(id)),
+        _ => return Err(malformed("page owner")),
+    };
+    if runs > RUNS_PER_FRAME_MAX {
+        return Err(malformed("too many runs"));
+    }
+    Ok((owner, runs))
+}
+
+fn read_run(bytes: &mut Bytes<'_>) -> Result<(PageRun, bool), FrameError> {
+    let run = PageRun { first: bytes.u64()?, pages: bytes.u32()? };
+    let zero = match bytes.u32()? {
+        RUN_DESCRIBED => false,
+        RUN_ZERO => true,
+        _ => return Err(malformed("kind of run")),
+    };
+    let end = run.first.checked_add(u64::from(run.pages) * PAGE as u64);
+    if run.pages == 0 || run.first % PAGE as u64 != 0 || end.is_none() {
+        return Err(malformed("run of pages"));
+    }
+    Ok((run, zero))
+}
+
+fn described_pages(mut runs: Bytes<'_>) -> Result<usize, FrameError> {
+    let mut pages = 0usize;
+    while !runs.0.is_empty() {
+        let (run, zero) = read_run(&mut runs)?;
+        pages = pages.saturating_add(if zero { 0 } else { run.pages as usize });
+    }
+    if pages > PAGES_PER_FRAME_MAX { Err(malformed("too many pages")) } else { Ok(pages) }
+}
+
+fn malformed(why: &str) -> FrameError {
+    FrameError::Malformed { kind: Kind::Pages, why: why.into() }
+}
+
+/// What is left to read.
+#[derive(Clone, Copy)]
+struct Bytes<'a>(&'a [u8]);
+
+impl<'a> Bytes<'a> {
+    fn take(&mut self, count: usize) -> Result<&'a [u8], FrameError> {
+        let (taken, rest) = self.0.split_at_checked(count).ok_or(malformed("it is too short"))?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], FrameError> {
+        self.take(N)?.try_into().map_err(|_| malformed("it is too short"))
+    }
+
+    fn u16(&mut self) -> Result<u16, FrameError> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, FrameError> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, FrameError> {
+        self.array().map(u64::from_le_bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OWNER: PageOwner = PageOwner::Mm(MmId(7));
+
+    fn decoded(decoder: &mut PageDecoder, payload: &[u8], remember: bool) -> Vec<(u64, Vec<u8>)> {
+        let mut pages = Vec::new();
+        decoder
+            .decode(payload, remember, |owner, address, content| {
+                assert_eq!(owner, OWNER);
+                match content {
+                    Content::Zero(count) => pages.push((address, vec![0; count as usize * PAGE])),
+                    Content::Bytes(bytes) => pages.push((address, bytes.to_vec())),
+                }
+                Ok(())
+            })
+            .unwrap();
+        pages
+    }
+
+    fn noise(seed: u64) -> Vec<u8> {
+        (0..PAGE as u64 / 8)
+            .flat_map(|i| xxh3_64(&(seed + i).to_le_bytes()).to_le_bytes())
+            .collect()
+    }
+
+    #[test]
+    fn pages_of_every_encoding_come_back_as_they_were() {
+        let (mut encoder, mut decoder) = (PageEncoder::default(), PageDecoder::default());
+        let mut touched = noise(1);
+        let text = b"key:000001 value ".repeat(300)[..PAGE].to_vec();
+        for (round, expected) in [(0, (1, 1, 1, 0)), (1, (0, 1, 0, 2))] {
+            touched[17] = round;
+            let bytes = [touched.clone(), vec![0; PAGE], text.clone()].concat();
+            let runs = [PageRun { first: 0x1000, pages: 2 }, PageRun { first: 0x9000, pages: 1 }];
+            let mut payload = Vec::new();
+            let counts = encoder.encode(OWNER, &runs, &bytes, Effort::Squeeze, &mut payload);
+            assert_eq!((counts.raw, counts.zero, counts.lz4, counts.xor), expected);
+            let pages = decoded(&mut decoder, &payload, true);
+            let addresses: Vec<u64> = pages.iter().map(|page| page.0).collect();
+            assert_eq!(addresses, [0x1000, 0x2000, 0x9000]);
+            let back: Vec<u8> = pages.into_iter().flat_map(|page| page.1).collect();
+            assert!(back == bytes);
+        }
+    }
+
+    #[test]
+    fn zero_runs_cost_sixteen_bytes_whatever_their_length() {
+        let mut payload = Vec::new();
+        let run = PageRun { first: 0x10_0000, pages: 1 << 20 };
+        encode_zero_runs(OWNER, &[run], &mut payload);
+        assert_eq!(payload.len(), 32);
+        let mut seen = Vec::new();
+        let mut decoder = PageDecoder::default();
+        let sink = |_: PageOwner, address: u64, content: Content<'_>| {
+            seen.push((address, content == Content::Zero(1 << 20)));
+            Ok(())
+        };
+        decoder.decode(&payload, false, sink).unwrap();
+        assert_eq!(seen, [(0x10_0000, true)]);
+    }
+
+    #[test]
+    fn a_full_frame_of_scattered_raw_pages_fits() {
+        let runs: Vec<PageRun> = (0..PAGES_PER_FRAME_MAX as u64)
+            .map(|page| PageRun { first: page * 3 * PAGE as u64, pages: 1 })
+            .collect();
+        let bytes: Vec<u8> = (0..PAGES_PER_FRAME_MAX as u64).flat_map(noise).collect();
+        let mut payload = Vec::new();
+        PageEncoder::default().encode(OWNER, &runs, &bytes, Effort::Plain, &mut payload);
+        assert!(payload.len() <= crate::frame::PAYLOAD_BYTES_MAX);
+    }
+
+    #[test]
+    fn a_difference_from_a_page_never_sent_is_refused() {
+        let (page, mut payload) = (noise(3), Vec::new());
+        let run = [PageRun { first: 0x1000, pages: 1 }];
+        let mut encoder = PageEncoder::default();
+        encoder.encode(OWNER, &run, &page, Effort::Squeeze, &mut payload);
+        payload.clear();
+        encoder.encode(OWNER, &run, &page, Effort::Squeeze, &mut payload);
+        let error = PageDecoder::default().decode(&payload, true, |_, _, _| Ok(())).unwrap_err();
+        assert!(error.to_string().contains("never sent"), "{error}");
+    }
+
+    #[test]
+    fn a_zero_page_is_recognised_by_every_byte() {
+        let mut page = vec![0; PAGE];
+        assert!(is_zero(&page));
+        for at in [0, 63, 64, 2047, PAGE - 1] {
+            page[at] = 1;
+            assert!(!is_zero(&page));
+            page[at] = 0;
+        }
+    }
+}
