@@ -173,6 +173,12 @@ impl FrameBuffer {
         head[16..24].copy_from_slice(&checksum.to_le_bytes());
         &self.bytes
     }
+
+    /// The frame [`FrameBuffer::seal`] made last.
+    #[must_use]
+    pub fn sealed(&self) -> &[u8] {
+        &self.bytes
+    }
 }
 
 /// XXH3-64 of the payload, seeded with XXH3-64 of the header's first 16 bytes.

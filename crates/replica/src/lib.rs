@@ -6,6 +6,26 @@
 #![forbid(unsafe_code)]
 
 pub mod bases;
+pub mod channel;
 pub mod frame;
+pub mod fuzz;
+pub mod greeting;
+pub mod keys;
 pub mod message;
 pub mod pages;
+pub mod receiver;
+pub mod sender;
+pub mod staging;
+
+pub use channel::{Channel, ChannelError, Hangup, ReadHalf, Security, WriteHalf};
+pub use frame::FrameError;
+pub use greeting::{Greeting, GreetingError};
+pub use keys::Identity;
+pub use message::{Goodbye, GoodbyeCode, Hello, HostFacts, HostRole, MemberEntry, Welcome};
+pub use pages::{Content, PageRun};
+pub use receiver::{Incoming, Receiver, Replier, closed};
+pub use sender::{
+    Broken, Committed, Compression, PageBatch, Reply, ReplyReader, SendStats, Sender, Writer,
+    sender,
+};
+pub use staging::{StagedCheckpoint, StagingLimits};

@@ -202,6 +202,13 @@ impl Trial {
 }
 
 impl EncodeCounts {
+    pub(crate) fn add_all(&mut self, more: EncodeCounts) {
+        self.raw += more.raw;
+        self.zero += more.zero;
+        self.lz4 += more.lz4;
+        self.xor += more.xor;
+    }
+
     fn add(&mut self, encoding: Encoding) {
         match encoding {
             Encoding::Raw => self.raw += 1,
@@ -392,7 +399,7 @@ fn read_run(bytes: &mut Bytes<'_>) -> Result<(PageRun, bool), FrameError> {
         _ => return Err(malformed("kind of run")),
     };
     let end = run.first.checked_add(u64::from(run.pages) * PAGE as u64);
-    if run.pages == 0 || run.first % PAGE as u64 != 0 || end.is_none() {
+    if run.pages == 0 || !run.first.is_multiple_of(PAGE as u64) || end.is_none() {
         return Err(malformed("run of pages"));
     }
     Ok((run, zero))

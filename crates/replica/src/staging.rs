@@ -1,0 +1,321 @@
+//! Checkpoints under way: staged whole and checked before anybody acts on them.
+
+use std::fs::File;
+use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
+use std::path::PathBuf;
+
+use hotspare_image::memory::PageOwner;
+use hotspare_image::{Position, Term};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::bases::PAGE;
+use crate::frame::{Frame, FrameError, Kind};
+use crate::message::{CheckpointBegin, CheckpointEnd};
+use crate::pages::{Content, PageDecoder};
+
+/// Most bytes of a checkpoint's state; page bytes and file changes are apart from it.
+pub const STATE_BYTES_MAX: usize = 256 << 20;
+
+/// How much of a checkpoint stays in memory, and where the rest goes.
+#[derive(Clone, Debug)]
+pub struct StagingLimits {
+    /// Bytes of pages, and again of file changes, kept in memory; beyond it they go to a file.
+    pub memory_bytes: usize,
+    /// Directory of that file, which has no name and is gone when the process is.
+    pub directory: PathBuf,
+}
+
+impl Default for StagingLimits {
+    fn default() -> Self {
+        StagingLimits { memory_bytes: 32 << 20, directory: std::env::temp_dir() }
+    }
+}
+
+/// Next link of the chain that stands for a whole checkpoint: covers the checksums of its frames
+/// and their order.
+#[must_use]
+pub fn chain(link: u64, frame_checksum: u64) -> u64 {
+    xxh3_64_with_seed(&frame_checksum.to_le_bytes(), link)
+}
+
+/// Bytes that are written once and read once, in memory up to a limit.
+#[derive(Debug)]
+struct Pile {
+    memory: Vec<u8>,
+    spilled: Option<File>,
+    limits: StagingLimits,
+    length: u64,
+}
+
+impl Pile {
+    fn new(limits: &StagingLimits) -> Pile {
+        Pile { memory: Vec::new(), spilled: None, limits: limits.clone(), length: 0 }
+    }
+
+    fn push(&mut self, bytes: &[u8]) -> io::Result<()> {
+        if self.memory.len() + bytes.len() > self.limits.memory_bytes {
+            self.spill()?;
+        }
+        self.memory.extend_from_slice(bytes);
+        self.length += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn spill(&mut self) -> io::Result<()> {
+        let file = match &mut self.spilled {
+            Some(file) => file,
+            none => none.insert(tempfile::tempfile_in(&self.limits.directory)?),
+        };
+        file.write_all(&self.memory)?;
+        self.memory.clear();
+        Ok(())
+    }
+
+    fn into_reader(mut self) -> io::Result<PileReader> {
+        match self.spilled.take() {
+            None => Ok(PileReader::Memory(io::Cursor::new(self.memory))),
+            Some(mut file) => {
+                file.write_all(&self.memory)?;
+                file.seek(SeekFrom::Start(0))?;
+                self.memory = Vec::new();
+                Ok(PileReader::File(BufReader::with_capacity(1 << 20, file)))
+            }
+        }
+    }
+}
+
+/// Reads staged bytes back, in order.
+#[derive(Debug)]
+pub enum PileReader {
+    /// They stayed in memory.
+    Memory(io::Cursor<Vec<u8>>),
+    /// They were too many.
+    File(BufReader<File>),
+}
+
+impl Read for PileReader {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self {
+            PileReader::Memory(bytes) => bytes.read(into),
+            PileReader::File(file) => file.read(into),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct StagedRun {
+    owner: PageOwner,
+    first: u64,
+    pages: u32,
+    zero: bool,
+}
+
+/// A checkpoint that has begun and not ended.
+#[derive(Debug)]
+pub(crate) struct Staging {
+    begin: CheckpointBegin,
+    frames: u64,
+    hash: u64,
+    runs: Vec<StagedRun>,
+    pages: Pile,
+    state: Vec<u8>,
+    files: Pile,
+}
+
+impl Staging {
+    pub(crate) fn new(begin: CheckpointBegin, checksum: u64, limits: &StagingLimits) -> Staging {
+        Staging {
+            begin,
+            frames: 0,
+            hash: chain(0, checksum),
+            runs: Vec::new(),
+            pages: Pile::new(limits),
+            state: Vec::new(),
+            files: Pile::new(limits),
+        }
+    }
+
+    pub(crate) fn position(&self) -> Position {
+        self.begin.position
+    }
+
+    /// Takes one Pages, State or FileChanges frame.
+    pub(crate) fn stage(
+        &mut self,
+        frame: &Frame<'_>,
+        decoder: &mut PageDecoder,
+    ) -> Result<(), FrameError> {
+        self.frames += 1;
+        self.hash = chain(self.hash, frame.checksum);
+        match frame.kind {
+            Kind::Pages => {
+                let remember = frame.flags & crate::frame::FLAG_REMEMBER != 0;
+                let (runs, pile) = (&mut self.runs, &mut self.pages);
+                decoder.decode(frame.payload, remember, |owner, address, content| {
+                    put_pages(runs, pile, owner, address, content)
+                })
+            }
+            Kind::State if self.state.len() + frame.payload.len() > STATE_BYTES_MAX => {
+                Err(FrameError::OutOfPlace { kind: Kind::State, why: "the state is too long" })
+            }
+            Kind::State => {
+                self.state.extend_from_slice(frame.payload);
+                Ok(())
+            }
+            Kind::FileChanges => Ok(self.files.push(frame.payload)?),
+            kind => Err(FrameError::OutOfPlace { kind, why: "within a checkpoint" }),
+        }
+    }
+
+    /// Checks that nothing is missing.
+    pub(crate) fn end(self, end: CheckpointEnd) -> Result<StagedCheckpoint, FrameError> {
+        let malformed = |why: String| FrameError::Malformed { kind: Kind::CheckpointEnd, why };
+        if end.position != self.begin.position {
+            let (begun, ended) = (self.begin.position, end.position);
+            return Err(malformed(format!("{begun} began and {ended} ended")));
+        }
+        if (end.frames, end.hash) != (self.frames, self.hash) {
+            let (sent, seen) = (end.frames, self.frames);
+            return Err(malformed(format!("{sent} frames were sent, {seen} or others arrived")));
+        }
+        Ok(StagedCheckpoint {
+            begin: self.begin,
+            runs: self.runs,
+            page_bytes: self.pages.length,
+            pages: self.pages.into_reader()?,
+            state: self.state,
+            file_bytes: self.files.length,
+            files: self.files.into_reader()?,
+        })
+    }
+}
+
+fn put_pages(
+    runs: &mut Vec<StagedRun>,
+    pile: &mut Pile,
+    owner: PageOwner,
+    address: u64,
+    content: Content<'_>,
+) -> Result<(), FrameError> {
+    let (pages, zero) = match content {
+        Content::Zero(pages) => (pages, true),
+        Content::Bytes(bytes) => {
+            pile.push(bytes)?;
+            ((bytes.len() / PAGE) as u32, false)
+        }
+    };
+    if let Some(last) = runs.last_mut()
+        && (last.owner, last.zero) == (owner, zero)
+        && last.first + u64::from(last.pages) * PAGE as u64 == address
+        && let Some(sum) = last.pages.checked_add(pages)
+    {
+        last.pages = sum;
+    } else {
+        runs.push(StagedRun { owner, first: address, pages, zero });
+    }
+    Ok(())
+}
+
+/// A complete, checked checkpoint. Its pages are decoded: applying it needs no more work than
+/// writing them where they belong.
+#[derive(Debug)]
+pub struct StagedCheckpoint {
+    begin: CheckpointBegin,
+    runs: Vec<StagedRun>,
+    page_bytes: u64,
+    pages: PileReader,
+    state: Vec<u8>,
+    file_bytes: u64,
+    files: PileReader,
+}
+
+impl StagedCheckpoint {
+    /// What it is.
+    #[must_use]
+    pub fn position(&self) -> Position {
+        self.begin.position
+    }
+
+    /// Reign of the primary that took it.
+    #[must_use]
+    pub fn term(&self) -> Term {
+        self.begin.term
+    }
+
+    /// Whether it stands alone: the ghost is built anew from it.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.begin.full
+    }
+
+    /// The bytes of its `image::Checkpoint`.
+    #[must_use]
+    pub fn state(&self) -> &[u8] {
+        &self.state
+    }
+
+    /// Bytes of pages that are not zero.
+    #[must_use]
+    pub fn page_bytes(&self) -> u64 {
+        self.page_bytes
+    }
+
+    /// Bytes of file changes.
+    #[must_use]
+    pub fn file_bytes(&self) -> u64 {
+        self.file_bytes
+    }
+
+    /// The file changes, as the primary sent them, to be read once.
+    pub fn files(&mut self) -> &mut impl Read {
+        &mut self.files
+    }
+
+    /// Hands out the pages in the order they were sent: where an address occurs twice, the later
+    /// one counts. Can be done once; pieces are at most 1 MiB or, if zero, whole runs.
+    ///
+    /// `write` gets the owner, the address (offset) of the first page and the content.
+    pub fn for_each_run<E: From<io::Error>>(
+        &mut self,
+        mut write: impl FnMut(PageOwner, u64, Content<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        const PIECE: u64 = 1 << 20;
+        let mut buffer = Vec::new();
+        for run in std::mem::take(&mut self.runs) {
+            if run.zero {
+                write(run.owner, run.first, Content::Zero(run.pages))?;
+                continue;
+            }
+            let (mut address, mut rest) = (run.first, u64::from(run.pages) * PAGE as u64);
+            while rest > 0 {
+                let length = rest.min(PIECE);
+                let bytes = take(&mut self.pages, length as usize, &mut buffer)?;
+                write(run.owner, address, Content::Bytes(bytes))?;
+                address += length;
+                rest -= length;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The next bytes of a pile: in place where they are in memory, else through `buffer`.
+fn take<'a>(
+    pile: &'a mut PileReader,
+    length: usize,
+    buffer: &'a mut Vec<u8>,
+) -> io::Result<&'a [u8]> {
+    match pile {
+        PileReader::Memory(cursor) => {
+            let start = cursor.position() as usize;
+            cursor.set_position((start + length) as u64);
+            let bytes = cursor.get_ref().get(start..start + length);
+            bytes.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+        }
+        PileReader::File(file) => {
+            buffer.resize(length, 0);
+            file.read_exact(buffer)?;
+            Ok(buffer)
+        }
+    }
+}
