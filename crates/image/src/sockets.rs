@@ -137,6 +137,9 @@ pub struct UnixSocket {
     /// Connected at some time, even where the peer has closed meanwhile.
     #[n(10)]
     pub connected: bool,
+    /// Name a datagram socket sends to, inside or outside of the guest.
+    #[n(11)]
+    pub remote: Option<SocketAddress>,
 }
 
 /// UDP socket.

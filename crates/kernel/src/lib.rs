@@ -14,6 +14,7 @@ pub mod ptrace;
 pub mod remote;
 pub mod segment;
 pub mod shared;
+pub mod sock_diag;
 pub mod socket;
 pub mod tcp;
 pub mod userfaultfd;

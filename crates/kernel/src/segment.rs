@@ -54,33 +54,7 @@ impl Segment {
         header.extend([5 << 4, self.flags]);
         header.extend(self.window.to_be_bytes());
         header.extend([0; 4]);
-        let length = header.len() as u16;
-        let (mut packet, pseudo) = match (unmapped(self.from.ip()), unmapped(self.to.ip())) {
-            (IpAddr::V4(from), IpAddr::V4(to)) => {
-                let mut packet = vec![0x45, 0];
-                packet.extend((20 + length).to_be_bytes());
-                packet.extend([0, 0, 0x40, 0, 64, PROTOCOL, 0, 0]);
-                packet.extend(from.octets());
-                packet.extend(to.octets());
-                let sum = checksum(&[&packet]);
-                packet[10..12].copy_from_slice(&sum.to_be_bytes());
-                (packet, [&from.octets()[..], &to.octets()].concat())
-            }
-            (IpAddr::V6(from), IpAddr::V6(to)) => {
-                let mut packet = vec![0x60, 0, 0, 0];
-                packet.extend(length.to_be_bytes());
-                packet.extend([PROTOCOL, 64]);
-                packet.extend(from.octets());
-                packet.extend(to.octets());
-                (packet, [&from.octets()[..], &to.octets()].concat())
-            }
-            _ => return None,
-        };
-        let [high, low] = length.to_be_bytes();
-        let sum = checksum(&[&pseudo, &[0, PROTOCOL, high, low], &header]);
-        header[16..18].copy_from_slice(&sum.to_be_bytes());
-        packet.extend(header);
-        Some(packet)
+        packet(self.from, self.to, TCP, header, 16)
     }
 
     /// Reads an IP packet; `None` for what is not a whole TCP header. Fragments and IPv6
@@ -91,7 +65,7 @@ impl Segment {
                 let offset = usize::from(packet[0] & 15) * 4;
                 let total = usize::from(number16(packet, 2)?);
                 let fragment = number16(packet, 6)? & 0x1fff;
-                if *packet.get(9)? != PROTOCOL || fragment != 0 {
+                if *packet.get(9)? != TCP || fragment != 0 {
                     return None;
                 }
                 let from: [u8; 4] = packet.get(12..16)?.try_into().ok()?;
@@ -101,7 +75,7 @@ impl Segment {
             }
             6 => {
                 let length = usize::from(number16(packet, 4)?);
-                if *packet.get(6)? != PROTOCOL {
+                if *packet.get(6)? != TCP {
                     return None;
                 }
                 let from: [u8; 16] = packet.get(8..24)?.try_into().ok()?;
@@ -123,8 +97,74 @@ impl Segment {
     }
 }
 
-/// IP's number for TCP.
-const PROTOCOL: u8 = 6;
+/// IP's numbers for TCP and UDP.
+const TCP: u8 = 6;
+const UDP: u8 = 17;
+
+/// A UDP datagram with its payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Datagram<'a> {
+    /// Sender.
+    pub from: SocketAddr,
+    /// Receiver.
+    pub to: SocketAddr,
+    /// The bytes.
+    pub payload: &'a [u8],
+}
+
+impl Datagram<'_> {
+    /// The IP packet. `None` where the families of the addresses differ or it is too long.
+    pub fn to_packet(&self) -> Option<Vec<u8>> {
+        let mut body = Vec::with_capacity(8 + self.payload.len());
+        body.extend(self.from.port().to_be_bytes());
+        body.extend(self.to.port().to_be_bytes());
+        body.extend(u16::try_from(8 + self.payload.len()).ok()?.to_be_bytes());
+        body.extend([0; 2]);
+        body.extend(self.payload);
+        packet(self.from, self.to, UDP, body, 6)
+    }
+}
+
+/// An IP packet around `body`, whose checksum belongs at `sum_at`.
+fn packet(
+    from: SocketAddr,
+    to: SocketAddr,
+    protocol: u8,
+    mut body: Vec<u8>,
+    sum_at: usize,
+) -> Option<Vec<u8>> {
+    let length = u16::try_from(body.len()).ok()?;
+    let (mut packet, pseudo) = match (unmapped(from.ip()), unmapped(to.ip())) {
+        (IpAddr::V4(from), IpAddr::V4(to)) => {
+            let mut packet = vec![0x45, 0];
+            packet.extend(length.checked_add(20)?.to_be_bytes());
+            packet.extend([0, 0, 0x40, 0, 64, protocol, 0, 0]);
+            packet.extend(from.octets());
+            packet.extend(to.octets());
+            let sum = checksum(&[&packet]);
+            packet[10..12].copy_from_slice(&sum.to_be_bytes());
+            (packet, [&from.octets()[..], &to.octets()].concat())
+        }
+        (IpAddr::V6(from), IpAddr::V6(to)) => {
+            let mut packet = vec![0x60, 0, 0, 0];
+            packet.extend(length.to_be_bytes());
+            packet.extend([protocol, 64]);
+            packet.extend(from.octets());
+            packet.extend(to.octets());
+            (packet, [&from.octets()[..], &to.octets()].concat())
+        }
+        _ => return None,
+    };
+    let [high, low] = length.to_be_bytes();
+    let sum = match checksum(&[&pseudo, &[0, protocol, high, low], &body]) {
+        // Zero would say that there is no checksum (RFC 768).
+        0 if protocol == UDP => 0xffff,
+        sum => sum,
+    };
+    body.get_mut(sum_at..sum_at + 2)?.copy_from_slice(&sum.to_be_bytes());
+    packet.extend(body);
+    Some(packet)
+}
 
 fn number16(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
@@ -168,11 +208,19 @@ impl SegmentSender {
 
     /// Sends the segment; `false` where its addresses make no packet or IPv6 is off here.
     pub fn send(&self, segment: &Segment) -> Result<bool> {
-        let (Some(packet), to) = (segment.to_packet(), unmapped(segment.to.ip())) else {
-            return Ok(false);
-        };
+        self.send_packet(segment.to_packet(), segment.to)
+    }
+
+    /// Sends the datagram; `false` where its
+    /// addresses make no packet or IPv6 is off here.
+    pub fn send_datagram(&self, datagram: &Datagram<'_>) -> Result<bool> {
+        self.send_packet(datagram.to_packet(), datagram.to)
+    }
+
+    fn send_packet(&self, packet: Option<Vec<u8>>, to: SocketAddr) -> Result<bool> {
+        let Some(packet) = packet else { return Ok(false) };
         let mut address = Vec::with_capacity(28);
-        let fd = match to {
+        let fd = match unmapped(to.ip()) {
             IpAddr::V4(v4) => {
                 address.extend((libc::AF_INET as u16).to_ne_bytes());
                 address.extend([0; 2]);
@@ -182,7 +230,7 @@ impl SegmentSender {
             }
             IpAddr::V6(v6) => {
                 let Some(fd) = &self.v6 else { return Ok(false) };
-                let scope = match segment.to {
+                let scope = match to {
                     SocketAddr::V6(to) => to.scope_id(),
                     SocketAddr::V4(_) => 0,
                 };

@@ -1,0 +1,229 @@
+//! Sockets of all kinds: the one door for the table of open files.
+//!
+//! ```text
+//! capture, per epoch:  begin_epoch ── capture ── capture ── … ── settle    (guest stopped)
+//! restore:             (other files) ── restore ── address up ── go_live ── resume
+//! ```
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use hotspare_image::objects::{FileId, Object, OpenFile};
+use hotspare_image::sockets::{NetlinkSocket, TcpSocket, UdpSocket, UnixSocket};
+use hotspare_kernel::segment::SegmentSender;
+use hotspare_kernel::sock_diag::{SockDiag, UnixEntry};
+use hotspare_kernel::socket;
+
+use super::error::{ObjectError, ObjectResult};
+use super::socket_options::{OptionReader, SocketKind};
+use super::tcp::{self, TcpCache};
+use super::unix::{self, GuestView, HostPidOf, InFlight, Made, UnixRestore};
+use super::{netlink, udp};
+
+/// Captures sockets, and remembers from epoch to epoch what need not be asked again.
+pub struct SocketCapture {
+    tcp: TcpCache,
+    options: OptionReader,
+    diag: SockDiag,
+    unix: Option<HashMap<u64, UnixEntry>>,
+}
+
+impl SocketCapture {
+    /// For a guest whose network namespace is `net` (an open `/proc/PID/ns/net`).
+    pub fn open(net: BorrowedFd<'_>) -> ObjectResult<Self> {
+        let opened = std::thread::scope(|scope| {
+            let inside = scope.spawn(|| {
+                let net_namespace = nix::sched::CloneFlags::CLONE_NEWNET;
+                nix::sched::setns(net, net_namespace).map_err(|errno| {
+                    hotspare_kernel::KernelError::from_errno(
+                        "enter the guest's network namespace",
+                        errno as i32,
+                    )
+                })?;
+                SockDiag::open()
+            });
+            inside.join().map_err(|_| ObjectError::Image("a thread panicked".into()))
+        });
+        let diag = opened??;
+        let (tcp, options) = (TcpCache::default(), OptionReader::default());
+        Ok(Self { tcp, options, diag, unix: None })
+    }
+
+    /// To be called at each stop, before the first capture.
+    pub fn begin_epoch(&mut self) {
+        self.tcp.begin_epoch();
+        self.unix = None;
+    }
+
+    /// Captures the socket behind `fd`, a duplicate of a descriptor of the stopped guest, whose
+    /// inode number is `inode`.
+    pub fn capture(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        inode: u64,
+        guest: &dyn GuestView,
+        in_flight: InFlight<'_>,
+    ) -> ObjectResult<Object> {
+        let number = |name| socket::get_option_i32(fd, libc::SOL_SOCKET, name);
+        let domain = number(libc::SO_DOMAIN)?;
+        if domain == libc::AF_UNIX {
+            return self.capture_unix(fd, inode, guest, in_flight);
+        }
+        let (kind, protocol) = (number(libc::SO_TYPE)?, number(libc::SO_PROTOCOL)?);
+        let options = &mut self.options;
+        match (domain, kind, protocol) {
+            (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM, libc::IPPROTO_TCP) => {
+                Ok(Object::Tcp(tcp::capture(fd, domain, inode, &mut self.tcp, options)?))
+            }
+            (libc::AF_INET | libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_UDP) => {
+                Ok(Object::Udp(udp::capture(fd, domain, inode, options)?))
+            }
+            (libc::AF_NETLINK, _, _) => {
+                let kind = SocketKind { domain, kind, protocol };
+                Ok(Object::Netlink(netlink::capture(fd, kind, options)?))
+            }
+            _ => Err(ObjectError::refused(
+                format!("socket {inode}"),
+                format!("{}, which we do not know how to move", family_name(domain, protocol)),
+            )),
+        }
+    }
+
+    fn capture_unix(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        inode: u64,
+        guest: &dyn GuestView,
+        in_flight: InFlight<'_>,
+    ) -> ObjectResult<Object> {
+        if self.unix.is_none() {
+            self.unix = Some(self.diag.unix_sockets()?);
+        }
+        let Some(all) = &self.unix else { unreachable!("listed just now") };
+        let options = &mut self.options;
+        Ok(Object::Unix(unix::capture(fd, inode, all, options, guest, in_flight)?))
+    }
+}
+
+/// A socket's family and protocol for people.
+fn family_name(domain: i32, protocol: i32) -> String {
+    let family = match domain {
+        libc::AF_INET => "IPv4",
+        libc::AF_INET6 => "IPv6",
+        libc::AF_PACKET => "AF_PACKET (packet capture)",
+        libc::AF_VSOCK => "AF_VSOCK (virtual machine sockets)",
+        libc::AF_ALG => "AF_ALG (kernel cryptography)",
+        libc::AF_BLUETOOTH => "AF_BLUETOOTH",
+        libc::AF_CAN => "AF_CAN",
+        libc::AF_XDP => "AF_XDP",
+        other => return format!("a socket of family {other}, protocol {protocol}"),
+    };
+    match protocol {
+        262 => format!("{family} MPTCP"),
+        libc::IPPROTO_SCTP => format!("{family} SCTP"),
+        libc::IPPROTO_ICMP | libc::IPPROTO_ICMPV6 => format!("{family} ping socket"),
+        protocol => format!("{family} socket of protocol {protocol}"),
+    }
+}
+
+/// The sockets of a checkpoint by kind.
+#[derive(Default)]
+struct Kinds<'a> {
+    unix: Vec<(FileId, &'a UnixSocket)>,
+    tcp: Vec<(FileId, &'a TcpSocket)>,
+    udp: Vec<(FileId, &'a UdpSocket)>,
+    netlink: Vec<(FileId, &'a NetlinkSocket)>,
+}
+
+impl<'a> Kinds<'a> {
+    fn of(files: &'a [OpenFile]) -> Self {
+        let mut kinds = Self::default();
+        for file in files {
+            match &file.object {
+                Object::Unix(image) => kinds.unix.push((file.id, image)),
+                Object::Tcp(image) => kinds.tcp.push((file.id, image)),
+                Object::Udp(image) => kinds.udp.push((file.id, image)),
+                Object::Netlink(image) => kinds.netlink.push((file.id, image)),
+                Object::Regular(_)
+                | Object::Directory(_)
+                | Object::Pipe(_)
+                | Object::EventFd(_)
+                | Object::Epoll(_)
+                | Object::TimerFd(_)
+                | Object::SignalFd(_)
+                | Object::Inotify(_)
+                | Object::PidFd(_)
+                | Object::Memfd(_)
+                | Object::Device(_)
+                | Object::Outside(_)
+                | Object::MessageQueue(_)
+                | Object::Proc(_) => {}
+            }
+        }
+        kinds
+    }
+}
+
+/// Completes the images of sockets when all of a checkpoint are there, those found in queues too.
+/// Refuses sockets that are connected to something outside of the guest.
+pub fn settle(files: &mut [OpenFile]) -> ObjectResult<()> {
+    let mut sockets = Vec::new();
+    for file in files {
+        if let Object::Unix(image) = &mut file.object {
+            sockets.push(image);
+        }
+    }
+    unix::settle(&mut sockets)
+}
+
+/// Makes every socket of the checkpoint in the calling thread's network and mount namespaces.
+///
+/// `made` holds all other open files, which may travel in queues, and gets the sockets. TCP
+/// connections stay silent until [`go_live`]; the service address need not be there yet, but the
+/// loopback interface must be up and every peer must have a route. `age_ms`: how old the
+/// checkpoint may be at most. Files of named AF_UNIX sockets are replaced: with a directory that
+/// both hosts share, this must not be done while the guest runs elsewhere.
+///
+/// The thread must not share its working directory with others (`CLONE_FS`).
+pub fn restore(
+    files: &[OpenFile],
+    age_ms: u32,
+    made: &mut Made,
+    host_pid: HostPidOf<'_>,
+) -> ObjectResult<()> {
+    let kinds = Kinds::of(files);
+    let (mut unix_sockets, unix) = UnixRestore::make(kinds.unix.iter().copied())?;
+    made.append(&mut unix_sockets);
+    // Listeners first: a connection in repair mode shares any port, a listener does not.
+    let (listeners, others): (Vec<_>, Vec<_>) =
+        kinds.tcp.iter().copied().partition(|(_, image)| tcp::addresses(image).is_none());
+    for (id, image) in listeners.into_iter().chain(others) {
+        made.insert(id, tcp::restore(image, age_ms)?);
+    }
+    for (id, image) in &kinds.udp {
+        made.insert(*id, udp::restore(image)?);
+    }
+    for (id, image) in &kinds.netlink {
+        made.insert(*id, netlink::restore(image)?);
+    }
+    unix.finish(&kinds.unix, made, host_pid)
+}
+
+/// Lets TCP connections speak and UDP datagrams in, in the calling thread's network namespace.
+/// The service address is there, the guest does not run yet. `made` are the restored files.
+pub fn go_live(files: &[OpenFile], made: &Made) -> ObjectResult<()> {
+    let kinds = Kinds::of(files);
+    if kinds.tcp.is_empty() && kinds.udp.is_empty() {
+        return Ok(());
+    }
+    let sender = SegmentSender::open()?;
+    for (id, image) in &kinds.tcp {
+        let missing = || ObjectError::Image(format!("open file {id} is missing"));
+        let fd = made.get(id).ok_or_else(missing)?;
+        tcp::go_live(image, fd.as_fd(), &sender)?;
+    }
+    for (_, image) in &kinds.udp {
+        udp::go_live(image, &sender);
+    }
+    Ok(())
+}
