@@ -7,7 +7,10 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
+use hotspare_torture::guests::Mode;
 
+use crate::guests::{self, GuestArguments};
+use crate::tree::cargo;
 use crate::{call, tidy};
 
 #[derive(Debug, Args)]
@@ -55,6 +58,7 @@ pub fn ci(arguments: &CiArguments) -> Result<()> {
             go.args(["test", "-v", "./..."]).current_dir(module);
             suites.push(suite("go", &mut go)?);
         }
+        suites.push(own_suite("guests", || guests::table(&GuestArguments::only(Mode::Plain)))?);
     }
     report(&suites)
 }
@@ -89,12 +93,6 @@ fn step(name: &str, work: impl FnOnce() -> Result<()>) -> Result<()> {
     Ok(())
 }
 
-fn cargo(arguments: &[&str]) -> Command {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(arguments);
-    cargo
-}
-
 /// Runs a suite, passing its output on and counting its tests.
 fn suite(name: &'static str, command: &mut Command) -> Result<Suite> {
     println!("== {name}");
@@ -110,6 +108,15 @@ fn suite(name: &'static str, command: &mut Command) -> Result<Suite> {
     }
     let is_good = child.wait().with_context(|| format!("wait for {name}"))?.success();
     Ok(Suite { name, count, seconds: start.elapsed().as_secs_f64(), is_good })
+}
+
+/// Runs a suite of our own, which gives its passed and failed.
+fn own_suite(name: &'static str, work: impl FnOnce() -> Result<(u64, u64)>) -> Result<Suite> {
+    println!("== {name}");
+    let start = Instant::now();
+    let (passed, failed) = work().with_context(|| name.to_owned())?;
+    let seconds = start.elapsed().as_secs_f64();
+    Ok(Suite { name, count: Count { passed, failed }, seconds, is_good: failed == 0 })
 }
 
 /// The tests that a line of a test runner counts: `test result: ok. 3 passed; 0 failed; …` of

@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 mod ci;
+mod guests;
+mod kills;
 mod tidy;
 mod tree;
 
@@ -26,6 +28,10 @@ enum Task {
     Tidy,
     /// Everything that must pass before a change lands
     Ci(ci::CiArguments),
+    /// Runs every program of guests/ in every mode
+    Guests(guests::GuestArguments),
+    /// Kills real programs at random instants
+    Kills(kills::KillArguments),
 }
 
 fn main() -> ExitCode {
@@ -44,6 +50,8 @@ fn run(task: Task) -> Result<()> {
         Task::Setup => call(Command::new("scripts/setup")),
         Task::Tidy => tidy::tidy(),
         Task::Ci(arguments) => ci::ci(&arguments),
+        Task::Guests(arguments) => guests::guests(&arguments),
+        Task::Kills(arguments) => kills::kills(&arguments),
     }
 }
 

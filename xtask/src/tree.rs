@@ -21,3 +21,22 @@ pub fn files() -> Result<Vec<PathBuf>> {
     let files = names.split('\0').filter(|name| !name.is_empty()).map(PathBuf::from);
     Ok(files.filter(|file| file.is_file()).collect())
 }
+
+/// Where everything is built.
+pub fn target() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
+}
+
+/// Builds the `hotspare` program and tells where it is.
+pub fn build_hotspare() -> Result<PathBuf> {
+    let mut build = cargo(&["build", "--quiet", "--release", "--bin", "hotspare"]);
+    ensure!(build.status().context("run cargo")?.success(), "hotspare does not build");
+    Ok(target().join("release/hotspare"))
+}
+
+/// The cargo that runs us.
+pub fn cargo(arguments: &[&str]) -> Command {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(arguments);
+    cargo
+}

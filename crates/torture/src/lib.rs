@@ -7,6 +7,7 @@ pub mod clients;
 pub mod clock;
 pub mod demo;
 pub mod dice;
+pub mod guests;
 pub mod lab;
 pub mod picture;
 pub mod programs;

@@ -1,0 +1,243 @@
+//! The tiny programs of `guests/`, one kernel feature each, moved in every way there is.
+//!
+//! `PROGRAM OUTFILE` writes `step N ok` round after round and `PASS` in the end. Whatever is done
+//! to it in the middle, that file and exit status 0 must come out.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use crate::Lab;
+use crate::clock::Instant;
+use crate::dice::Dice;
+use crate::lab::{Host, LabError, Process};
+use crate::programs::WORK_DIR;
+use crate::protected::{Engine, Event, HANG, event};
+
+/// What is done to a guest while it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Mode {
+    /// Nothing; no Hotspare either.
+    Plain,
+    /// Its host dies when the first checkpoint is committed, and no other is.
+    CaptureRestore,
+    /// Its host dies after 50 increments.
+    Increments,
+    /// Its host dies at any instant.
+    Failover,
+    /// It is moved, as planned.
+    Switchover,
+}
+
+impl Mode {
+    /// Every mode, in the order of the table.
+    pub const ALL: [Mode; 5] =
+        [Mode::Plain, Mode::CaptureRestore, Mode::Increments, Mode::Failover, Mode::Switchover];
+
+    /// As `guests/list.toml` calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Mode::Plain => "plain",
+            Mode::CaptureRestore => "capture-restore",
+            Mode::Increments => "increments",
+            Mode::Failover => "failover",
+            Mode::Switchover => "switchover",
+        }
+    }
+
+    /// The mode with this name.
+    pub fn by_name(name: &str) -> Option<Mode> {
+        Mode::ALL.into_iter().find(|mode| mode.name() == name)
+    }
+
+    fn epoch(self) -> Duration {
+        match self {
+            Mode::Plain | Mode::CaptureRestore => Duration::from_secs(3600),
+            Mode::Increments => Duration::from_millis(20),
+            Mode::Failover | Mode::Switchover => Duration::from_millis(50),
+        }
+    }
+}
+
+/// One program of `guests/`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Guest {
+    /// Its name in the build directory.
+    pub name: String,
+    /// Modes that it cannot run in, and why.
+    pub unsupported: Vec<(Mode, String)>,
+}
+
+/// Reads `guests/list.toml`, as `guests/describe` writes it: one `key = value` a line.
+pub fn read_list(text: &str) -> Vec<Guest> {
+    let mut guests: Vec<Guest> = Vec::new();
+    for line in text.lines() {
+        if let Some(name) = line.strip_prefix("name = ") {
+            let name = name.trim_matches('"').to_owned();
+            guests.push(Guest { name, unsupported: Vec::new() });
+        }
+        let Some(refused) = line.strip_prefix("unsupported = ") else { continue };
+        for refusal in refused.split("{ mode = \"").skip(1) {
+            let (mode, rest) = refusal.split_once('"').unwrap_or_default();
+            let why = rest.split('"').nth(1).unwrap_or_default().to_owned();
+            if let (Some(mode), Some(guest)) = (Mode::by_name(mode), guests.last_mut()) {
+                guest.unsupported.push((mode, why));
+            }
+        }
+    }
+    guests
+}
+
+/// How guests are run.
+#[derive(Clone, Debug)]
+pub struct Conditions {
+    /// The directory of built guests.
+    pub build: PathBuf,
+    /// The `hotspare` program; not needed for [`Mode::Plain`].
+    pub hotspare: Option<PathBuf>,
+    /// Rounds.
+    pub steps: u32,
+    /// Length of a round.
+    pub step_ms: u32,
+}
+
+impl Conditions {
+    fn length(&self) -> Duration {
+        Duration::from_millis(u64::from(self.steps) * u64::from(self.step_ms))
+    }
+
+    fn expected(&self) -> String {
+        let steps: String = (1..=self.steps).map(|step| format!("step {step} ok\n")).collect();
+        steps + "PASS\n"
+    }
+
+    fn command(&self, guest: &Guest) -> Vec<String> {
+        let program = self.build.join(&guest.name);
+        vec![
+            "env".to_owned(),
+            format!("GUEST_STEPS={}", self.steps),
+            format!("GUEST_STEP_MS={}", self.step_ms),
+            program.to_string_lossy().into_owned(),
+            format!("{WORK_DIR}/out"),
+        ]
+    }
+}
+
+/// Runs one guest once. `Ok(None)` is what we want; `Ok(Some(_))` says what was wrong.
+pub fn run(
+    guest: &Guest,
+    mode: Mode,
+    conditions: &Conditions,
+    seed: u64,
+) -> Result<Option<String>, LabError> {
+    let lab = Lab::new(2)?;
+    for host in lab.hosts() {
+        let work = host.outside(WORK_DIR);
+        let made = fs::create_dir_all(&work);
+        made.map_err(|source| LabError::Io { doing: format!("make {}", work.display()), source })?;
+    }
+    let command = conditions.command(guest);
+    let (status, host, said) = match (mode, &conditions.hotspare) {
+        (Mode::Plain, _) => plainly(&lab, &command, conditions)?,
+        (_, Some(binary)) => moved(&lab, mode, &command, conditions, (binary, seed))?,
+        (_, None) => return Ok(Some("there is no hotspare program: build it first".to_owned())),
+    };
+    let found = host.inside(|| fs::read_to_string(Path::new(WORK_DIR).join("out")));
+    let found = found.unwrap_or_else(|error| error.to_string());
+    if status == 0 && found == conditions.expected() {
+        return Ok(None);
+    }
+    let tail = |text: &str| {
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(6)..].join("\n")
+    };
+    Ok(Some(format!("exit status {status}; wrote:\n{}\nsaid:\n{}", tail(&found), tail(&said))))
+}
+
+type Ended<'a> = (i32, &'a Host, String);
+
+/// In namespaces like those that Hotspare gives, but without it.
+const PLAIN: &str = "ip link set lo up && mount --bind \"$0\" \"$0\" && \
+                     mount -o remount,bind,ro / && \"$@\" </dev/null; exit $?";
+
+fn plainly<'a>(
+    lab: &'a Lab,
+    command: &[String],
+    conditions: &Conditions,
+) -> Result<Ended<'a>, LabError> {
+    let host = lab.host(0);
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--uts", "--net"]);
+    unshare.args(["sh", "-c", PLAIN, WORK_DIR]).args(command);
+    let process = host.spawn(&mut unshare)?;
+    let status = process.wait(conditions.length() + HANG)?.code().unwrap_or(-1);
+    Ok((status, host, process.stderr().text()))
+}
+
+fn moved<'a>(
+    lab: &'a Lab,
+    mode: Mode,
+    command: &[String],
+    conditions: &Conditions,
+    (binary, seed): (&Path, u64),
+) -> Result<Ended<'a>, LabError> {
+    let engine = Engine {
+        binary: binary.to_owned(),
+        epoch: mode.epoch(),
+        service_cidr: None,
+        replicated: vec![WORK_DIR.to_owned()],
+    };
+    let spare = engine.spare(lab.host(1))?;
+    let primary = engine.run(lab.host(0), &[lab.host(1)], command)?;
+    Engine::protected(&primary)?;
+    match mode {
+        Mode::Plain | Mode::CaptureRestore => {}
+        Mode::Increments => wait_for_epoch(&primary, 51)?,
+        Mode::Failover | Mode::Switchover => {
+            // In the first part of its life, however slow the machine is.
+            let wait = Dice::new(seed).between(Duration::ZERO, conditions.length() / 2);
+            (Instant::now() + wait).sleep_until();
+        }
+    }
+    if primary.try_wait().is_some() {
+        let said = primary.stdout().text() + &primary.stderr().text();
+        return Ok((-1, lab.host(0), format!("it ended before it could be moved:\n{said}")));
+    }
+    if mode == Mode::Switchover {
+        let mut switchover = Command::new(binary);
+        lab.host(0).run(switchover.arg("switchover"), HANG)?;
+    } else {
+        lab.host(0).kill()?;
+    }
+    let status = Engine::guest_ended(&spare, conditions.length() + HANG)?;
+    Ok((status, lab.host(1), spare.stderr().text()))
+}
+
+fn wait_for_epoch(primary: &Process, wanted: u64) -> Result<(), LabError> {
+    let reached = |line: &crate::lab::Line| match event(line)? {
+        Event::Epoch { epoch, .. } | Event::Protected { epoch } => (epoch >= wanted).then_some(()),
+        Event::Failover(_) | Event::Exit { .. } => None,
+    };
+    let found = primary.stdout().find(HANG, reached);
+    found.ok_or_else(|| LabError::Deadline { what: format!("epoch {wanted}"), waited: HANG })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_list_names_guests_and_what_they_cannot() {
+        let list = "# comment\n\n[[guest]]\nname = \"a\"\nunsupported = []\n\n[[guest]]\n\
+                    name = \"b_static\"\nfeature = \"x\"\nunsupported = [{ mode = \"increments\", \
+                    why = \"is too short\" }, { mode = \"switchover\", why = \"no\" }]\n";
+        let guests = read_list(list);
+        assert_eq!(guests[0], Guest { name: "a".to_owned(), unsupported: vec![] });
+        let unsupported = vec![
+            (Mode::Increments, "is too short".to_owned()),
+            (Mode::Switchover, "no".to_owned()),
+        ];
+        assert_eq!(guests[1], Guest { name: "b_static".to_owned(), unsupported });
+    }
+}

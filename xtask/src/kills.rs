@@ -1,0 +1,86 @@
+//! Kills at random instants over all real programs.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use hotspare_torture::dice::Dice;
+use hotspare_torture::programs::{Program, by_name, missing_commands, programs, run_with_failover};
+
+use crate::tree;
+
+#[derive(Debug, Args)]
+pub struct KillArguments {
+    /// How many
+    #[arg(long, default_value_t = 22)]
+    count: u64,
+    /// Decides the seeds of all runs
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Takes this very seed for every run, to repeat one
+    #[arg(long)]
+    exact_seed: Option<u64>,
+    /// Only these programs
+    #[arg(long = "program", value_name = "NAME")]
+    programs: Vec<String>,
+    /// Milliseconds between two checkpoints
+    #[arg(long, default_value_t = 100)]
+    epoch_ms: u64,
+}
+
+impl KillArguments {
+    /// Each program once.
+    pub fn each_once() -> KillArguments {
+        let count = programs().len() as u64;
+        KillArguments { count, seed: 1, exact_seed: None, programs: vec![], epoch_ms: 100 }
+    }
+}
+
+/// Kills and prints; the last line is `N passed, N failed`.
+pub fn kills(arguments: &KillArguments) -> Result<()> {
+    let (passed, failed) = all(arguments)?;
+    println!("{passed} passed, {failed} failed");
+    ensure!(failed == 0 && passed > 0, "{failed} of {} kills were not survived", arguments.count);
+    Ok(())
+}
+
+/// Kills and prints; how many were survived and not.
+pub fn all(arguments: &KillArguments) -> Result<(u64, u64)> {
+    let binary = tree::build_hotspare()?;
+    let chosen = chosen(&arguments.programs)?;
+    let dice = Dice::new(arguments.seed);
+    let epoch = Duration::from_millis(arguments.epoch_ms);
+    let (mut passed, mut failed) = (0, 0);
+    for number in 0..arguments.count {
+        let program = &chosen[(number % chosen.len() as u64) as usize];
+        let seed = arguments.exact_seed.unwrap_or_else(|| dice.part(number).roll());
+        match run_with_failover(program, seed, binary.clone(), epoch) {
+            Ok(run) => {
+                println!("{run}");
+                *if run.is_good() { &mut passed } else { &mut failed } += 1;
+            }
+            Err(error) => {
+                println!("{:<15} seed {seed:<20} FAILED {error}", program.name);
+                failed += 1;
+            }
+        }
+    }
+    Ok((passed, failed))
+}
+
+fn chosen(names: &[String]) -> Result<Vec<Program>> {
+    let chosen = if names.is_empty() {
+        programs()
+    } else {
+        let find = |name: &String| {
+            let known: Vec<_> = programs().iter().map(|program| program.name).collect();
+            by_name(name).with_context(|| format!("no program {name}; there are {known:?}"))
+        };
+        names.iter().map(find).collect::<Result<_>>()?
+    };
+    for program in &chosen {
+        let missing = missing_commands(program);
+        ensure!(missing.is_empty(), "{} needs {missing:?}: run `make setup`", program.name);
+    }
+    Ok(chosen)
+}
