@@ -83,7 +83,8 @@ pub fn table(arguments: &GuestArguments) -> Result<(u64, u64)> {
     let mut make = Command::new("make");
     make.args(["--silent", "-j2", "-C", "guests"]).arg(format!("BUILD={}", build.display()));
     call(make)?;
-    let modes = if arguments.modes.is_empty() { Mode::ALL.to_vec() } else { arguments.modes.clone() };
+    let modes =
+        if arguments.modes.is_empty() { Mode::ALL.to_vec() } else { arguments.modes.clone() };
     let conditions = Conditions {
         build,
         hotspare: hotspare(&modes)?,
@@ -169,7 +170,9 @@ fn print_table(guests: &[Guest], modes: &[Mode], scores: &BTreeMap<(String, Mode
     println!("{:<width$}{header}", "guest");
     for guest in guests {
         let cell = |mode: &Mode| match scores.get(&(guest.name.clone(), *mode)) {
-            Some(Score { passed, failed }) => format!(" {:>15}", format!("{passed}/{}", passed + failed)),
+            Some(Score { passed, failed }) => {
+                format!(" {:>15}", format!("{passed}/{}", passed + failed))
+            }
             None => format!(" {:>15}", "-"),
         };
         println!("{:<width$}{}", guest.name, modes.iter().map(cell).collect::<String>());

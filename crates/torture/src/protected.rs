@@ -3,12 +3,12 @@
 //! With `--json` it prints one object a line on its standard output, each with an `event`. The
 //! guest's own output may come in between; whatever is no such object is not ours.
 //!
-//! | event | by | when | members |
-//! | --- | --- | --- | --- |
-//! | `protected` | `run`, new primary | a spare holds a whole checkpoint | `epoch`, `spares` |
-//! | `epoch` | primary | a checkpoint is committed | `epoch`, `pause_us`, `stop_ns`, … |
-//! | `failover` | spare | its ghost runs | `detect_ms`, `finalise_ms`, `address_ms`, `epoch`, `term` |
-//! | `exit` | primary | the guest has ended | `status` |
+//! | event | by | when |
+//! | --- | --- | --- |
+//! | `protected` | a primary | a spare holds a whole checkpoint |
+//! | `epoch` | a primary | a checkpoint is committed |
+//! | `failover` | a spare | its ghost runs |
+//! | `exit` | a primary | the guest has ended |
 
 use std::fs;
 use std::net::SocketAddr;
