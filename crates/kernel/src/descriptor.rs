@@ -325,6 +325,58 @@ pub fn pidfd(pid: HostPid, flags: i32) -> Result<OwnedFd> {
     Ok(own(check("open pidfd", fd)?))
 }
 
+/// A pidfd of a process that has ended and been waited for.
+pub fn pidfd_of_the_dead() -> Result<OwnedFd> {
+    let mut pidfd: libc::c_int = -1;
+    let (number, flags) = (libc::SYS_clone, libc::CLONE_PIDFD);
+    // SAFETY: without CLONE_VM the child has its own memory and goes on here on a copy of our
+    // stack; the kernel writes the pidfd before the call returns.
+    let child = unsafe { libc::syscall(number, flags, 0, &raw mut pidfd, 0, 0) };
+    if check("create process", child)? == 0 {
+        // SAFETY: ends the child at once; nothing of the parent's is touched.
+        unsafe { libc::syscall(libc::SYS_exit_group, 0) };
+    }
+    let pidfd = own(pidfd.into());
+    let mut answer = MaybeUninit::<libc::siginfo_t>::zeroed();
+    let (id, flags) = (pidfd.as_raw_fd() as libc::id_t, libc::WEXITED | libc::__WALL);
+    // SAFETY: `answer` has room for the structure, which is not looked at.
+    let ret = unsafe { libc::waitid(libc::P_PIDFD, id, answer.as_mut_ptr(), flags) };
+    match check("wait for process", ret.into()) {
+        Ok(_) => Ok(pidfd),
+        // Somebody else in this process waited for it.
+        Err(error) if error.errno() == Some(libc::ECHILD) => Ok(pidfd),
+        Err(error) => Err(error),
+    }
+}
+
+/// pipe2(2), close-on-exec: reading end, writing end.
+pub fn pipe(flags: i32) -> Result<(OwnedFd, OwnedFd)> {
+    let mut ends = [-1i32; 2];
+    // SAFETY: `ends` has room for two descriptors.
+    let ret = unsafe { libc::pipe2(ends.as_mut_ptr(), flags | libc::O_CLOEXEC) };
+    check("create pipe", ret.into())?;
+    Ok((own(ends[0].into()), own(ends[1].into())))
+}
+
+/// lseek(2) to `offset` from the start. Offsets are the kernel's `loff_t`: some directories use
+/// all 64 bits.
+pub fn seek(file: BorrowedFd<'_>, offset: u64) -> Result<()> {
+    // SAFETY: no pointer is passed.
+    let at = unsafe { libc::lseek(file.as_raw_fd(), offset as i64, libc::SEEK_SET) };
+    check("seek", at).map(drop)
+}
+
+/// mq_open(2) of an existing queue: `name` has no slash in front, as the kernel wants it.
+pub fn open_queue(name: &CStr, flags: i32) -> Result<OwnedFd> {
+    if flags & libc::O_CREAT != 0 {
+        return Err(KernelError::Unexpected("creating a queue by opening it".into()));
+    }
+    let flags = flags | libc::O_CLOEXEC;
+    // SAFETY: `name` ends with a zero byte; without O_CREAT there are no more arguments.
+    let fd = unsafe { libc::syscall(libc::SYS_mq_open, name.as_ptr(), flags, 0, 0) };
+    Ok(own(check("open message queue", fd)?))
+}
+
 /// Largest `struct file_handle` payload (`MAX_HANDLE_SZ`).
 pub const HANDLE_BYTES_MAX: usize = 128;
 

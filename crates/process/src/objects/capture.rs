@@ -1,0 +1,647 @@
+//! Taking all descriptors of the stopped guest.
+//!
+//! Road: read the tables, find what is shared ([`super::table`]), say what each open file
+//! description is ([`super::class`]), take its image, then what concerns several of them: sockets,
+//! whose queues may hold further files; the contents of pipes; what epoll instances watch.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use hotspare_image::memory::{SharedId, SharedKind};
+use hotspare_image::objects::{
+    Descriptor, EpollWatch, FileId, FileLock, FileOwner, Object, OpenFile,
+};
+use hotspare_image::tree::GuestPid;
+use hotspare_kernel::descriptor::{self, FileStat, Place};
+use hotspare_kernel::{HostPid, pidfd as kernel_pidfd};
+
+use super::class::{Class, Known, Subject, classify};
+use super::error::{ObjectError, ObjectResult};
+use super::fdinfo::{self, Header};
+use super::inotify::WatchPaths;
+use super::outside::OutsideDescriptor;
+use super::rules::FileRules;
+use super::table::{self, GuestProcess, Row, Rows, Tables};
+use super::{
+    device, directory, epoll, eventfd, inotify, memfd, mqueue, outside, pidfd, pipe, proc_file,
+    regular, signalfd, timerfd,
+};
+
+/// A socket to capture.
+#[derive(Debug)]
+pub struct SocketSeen {
+    /// Its name.
+    pub file: FileId,
+    /// Inode number.
+    pub inode: u64,
+    /// A duplicate, closed after the capture.
+    pub duplicate: OwnedFd,
+    /// A descriptor of it, for messages: process and number.
+    pub holder: (GuestPid, i32),
+}
+
+/// Gives names to open files that are in no table: those in sockets' queues.
+pub trait NameFiles {
+    /// The name of `file`, which is captured as well if it was not known.
+    fn name(&mut self, file: OwnedFd) -> ObjectResult<FileId>;
+}
+
+/// Captures sockets.
+pub trait CaptureSockets {
+    /// The images of `sockets`, in order. Called again with those that `files` found in queues.
+    fn capture(
+        &mut self,
+        sockets: &[SocketSeen],
+        files: &mut dyn NameFiles,
+    ) -> ObjectResult<Vec<Object>>;
+}
+
+/// A memfd that is open in the guest, for whoever carries its bytes.
+#[derive(Debug, PartialEq)]
+pub struct MemfdSeen {
+    /// Its name.
+    pub object: SharedId,
+    /// What made it.
+    pub kind: SharedKind,
+    /// Size.
+    pub bytes: u64,
+    /// A descriptor of it: process and number on the host.
+    pub place: Place,
+}
+
+/// Names shared memory by device and inode number: equal names in all checkpoints of a guest.
+pub type NameShared<'a> = &'a mut dyn FnMut((u32, u32), u64) -> SharedId;
+
+/// The guest's descriptors at one instant.
+#[derive(Debug, Default)]
+pub struct Captured {
+    /// Open file descriptions.
+    pub files: Vec<OpenFile>,
+    /// The table of each process, in the order in which the processes were given.
+    pub tables: Vec<Vec<Descriptor>>,
+    /// Memory behind descriptors; one entry for each object.
+    pub memfds: Vec<MemfdSeen>,
+}
+
+/// Captures the descriptors of one guest, epoch after epoch.
+#[derive(Debug)]
+pub struct DescriptorCapture {
+    rules: FileRules,
+    outside: Vec<OutsideDescriptor>,
+    tables: Tables,
+    scratch: pipe::Scratch,
+    paths: WatchPaths,
+    next_id: u32,
+}
+
+impl DescriptorCapture {
+    /// For a guest that was started with `outside` as its standard descriptors.
+    pub fn new(rules: FileRules, outside: Vec<OutsideDescriptor>) -> Self {
+        let (tables, scratch, paths) = Default::default();
+        Self { rules, outside, tables, scratch, paths, next_id: 0 }
+    }
+
+    /// Takes the descriptors of `processes`: all of the guest, all stopped. Duplicates that are
+    /// made are closed on return. A description that is met again keeps its [`FileId`].
+    ///
+    /// On failure the guest is as before; the next call starts afresh.
+    pub fn capture(
+        &mut self,
+        processes: &[GuestProcess<'_>],
+        sockets: &mut dyn CaptureSockets,
+        name_shared: NameShared<'_>,
+    ) -> ObjectResult<Captured> {
+        let mut rows = self.tables.read(processes)?;
+        let members = table::share(&mut rows, processes)?;
+        let mut session = Session {
+            kept: self,
+            processes,
+            rows,
+            seen: Vec::with_capacity(members.len()),
+            objects: Vec::new(),
+            memfds: Vec::new(),
+            index: None,
+        };
+        session.name_all(members)?;
+        session.take_all(name_shared)?;
+        session.take_sockets(sockets, name_shared)?;
+        session.fill_pipes()?;
+        session.resolve_watches()?;
+        Ok(session.finish())
+    }
+}
+
+/// An open file description.
+struct Seen {
+    id: FileId,
+    header: Header,
+    // Indices of rows; none for one that was found in a queue.
+    members: Vec<usize>,
+    // One found in a queue: our descriptor of it and its detail.
+    found: Option<(OwnedFd, Vec<u8>)>,
+    known: Known,
+}
+
+/// A duplicate, or the one we have anyway.
+enum Duplicate<'a> {
+    Made(OwnedFd),
+    Had(BorrowedFd<'a>),
+}
+
+impl AsFd for Duplicate<'_> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Made(file) => file.as_fd(),
+            Self::Had(file) => *file,
+        }
+    }
+}
+
+struct Session<'a> {
+    kept: &'a mut DescriptorCapture,
+    processes: &'a [GuestProcess<'a>],
+    rows: Rows,
+    seen: Vec<Seen>,
+    // Parallel to `seen` as far as captured; sockets stay None until they are taken.
+    objects: Vec<Option<(FileOwner, Object)>>,
+    memfds: Vec<MemfdSeen>,
+    // Descriptions by what their descriptors have in common, for those found in queues.
+    index: Option<HashMap<table::Key, Vec<usize>>>,
+}
+
+impl Session<'_> {
+    /// Gives each description a name and says what it is.
+    fn name_all(&mut self, members: Vec<Vec<usize>>) -> ObjectResult<()> {
+        let mut taken = std::collections::HashSet::with_capacity(members.len());
+        let mut unnamed = Vec::new();
+        for rows in members {
+            let first = &self.rows.rows[rows[0]];
+            let (process, fd) = (first.process, first.fd);
+            let known = self
+                .classify_row(first.clone())
+                .map_err(|error| error.at(self.processes[process].pid, fd))?;
+            let mut id = None;
+            for &row in &rows {
+                let row = &self.rows.rows[row];
+                let host = self.processes[row.process].host;
+                let before = self.kept.tables.of(host).slot(row.fd).and_then(|slot| slot.file);
+                if id.is_none() {
+                    id = before.filter(|id| taken.insert(*id));
+                }
+            }
+            if id.is_none() {
+                unnamed.push(self.seen.len());
+            }
+            let header = self.rows.rows[rows[0]].header;
+            let id = id.unwrap_or_default();
+            self.seen.push(Seen { id, header, members: rows, found: None, known });
+        }
+        for index in unnamed {
+            self.seen[index].id = self.kept.fresh_id(&taken);
+        }
+        self.remember();
+        Ok(())
+    }
+
+    fn classify_row(&mut self, row: Row) -> ObjectResult<Known> {
+        let process = self.processes[row.process];
+        let table = self.kept.tables.of(process.host);
+        let before = table.slot(row.fd).and_then(|slot| slot.known.take());
+        let name = CString::new(row.fd.to_string()).expect("digits");
+        let subject = Subject {
+            numbers: table.numbers(),
+            name: &name,
+            header: &row.header,
+            detail: self.rows.detail(&row),
+            duplicate: &|| Ok(kernel_pidfd::get_fd(process.pidfd, row.fd)?),
+        };
+        classify(&subject, before.as_ref())
+    }
+
+    /// Notes names and kinds for the next epoch.
+    fn remember(&mut self) {
+        for seen in &self.seen {
+            for (nth, &row) in seen.members.iter().enumerate() {
+                let row = &self.rows.rows[row];
+                let host = self.processes[row.process].host;
+                if let Some(slot) = self.kept.tables.of(host).slot(row.fd) {
+                    slot.file = Some(seen.id);
+                    slot.known = (nth == 0).then(|| seen.known.clone());
+                }
+            }
+        }
+    }
+
+    /// A descriptor of the description.
+    fn place(&self, index: usize) -> Place {
+        let seen = &self.seen[index];
+        match &seen.found {
+            Some((file, _)) => (super::own_pid(), file.as_raw_fd()),
+            None => {
+                let row = &self.rows.rows[seen.members[0]];
+                (self.processes[row.process].host, row.fd)
+            }
+        }
+    }
+
+    /// The same for messages; process 0 for one found in a queue.
+    fn holder(&self, index: usize) -> (GuestPid, i32) {
+        match self.seen[index].members.first() {
+            Some(&row) => {
+                let row = &self.rows.rows[row];
+                (self.processes[row.process].pid, row.fd)
+            }
+            None => (GuestPid(0), -1),
+        }
+    }
+
+    fn duplicate(&self, index: usize) -> ObjectResult<Duplicate<'_>> {
+        let seen = &self.seen[index];
+        match &seen.found {
+            Some((file, _)) => Ok(Duplicate::Had(file.as_fd())),
+            None => {
+                let row = &self.rows.rows[seen.members[0]];
+                let file = kernel_pidfd::get_fd(self.processes[row.process].pidfd, row.fd)?;
+                Ok(Duplicate::Made(file))
+            }
+        }
+    }
+
+    fn owned_duplicate(&self, index: usize) -> ObjectResult<OwnedFd> {
+        match self.duplicate(index)? {
+            Duplicate::Made(file) => Ok(file),
+            Duplicate::Had(file) => Ok(file
+                .try_clone_to_owned()
+                .map_err(hotspare_kernel::KernelError::io("duplicate descriptor"))?),
+        }
+    }
+
+    fn detail(&self, index: usize) -> &[u8] {
+        let seen = &self.seen[index];
+        match &seen.found {
+            Some((_, detail)) => detail,
+            None => self.rows.detail(&self.rows.rows[seen.members[0]]),
+        }
+    }
+
+    /// Captures all descriptions that have no object yet, except sockets.
+    fn take_all(&mut self, name_shared: NameShared<'_>) -> ObjectResult<()> {
+        while self.objects.len() < self.seen.len() {
+            let index = self.objects.len();
+            let (pid, fd) = self.holder(index);
+            let taken = self.take(index, name_shared).map_err(|error| error.at(pid, fd))?;
+            self.objects.push(taken);
+        }
+        Ok(())
+    }
+
+    /// Owner and image of one description; none for a socket.
+    fn take(
+        &mut self,
+        index: usize,
+        name_shared: NameShared<'_>,
+    ) -> ObjectResult<Option<(FileOwner, Object)>> {
+        if let Some(image) = self.outside(index)? {
+            return Ok(Some((FileOwner::default(), Object::Outside(image))));
+        }
+        let object = match self.seen[index].known.class {
+            Class::Socket => return Ok(None),
+            Class::Pipe | Class::Fifo => {
+                let seen = &self.seen[index];
+                let end = self.duplicate(index)?;
+                let rules = &self.kept.rules;
+                let image = pipe::capture(&seen.known, &seen.header, end.as_fd(), rules)?;
+                return Ok(Some((self.owner(end.as_fd())?, Object::Pipe(image))));
+            }
+            Class::Inotify => {
+                let host = self.place(index).0;
+                let file = self.owned_duplicate(index)?;
+                let mut paths = std::mem::take(&mut self.kept.paths);
+                let image = inotify::capture(self.detail(index), file.as_fd(), host, &mut paths);
+                self.kept.paths = paths;
+                return Ok(Some((self.owner(file.as_fd())?, Object::Inotify(image?))));
+            }
+            Class::Memfd => Object::Memfd(self.take_memfd(index, name_shared)?),
+            Class::TimerFd => {
+                let again = || self.read_detail(index);
+                let duplicate = || self.owned_duplicate(index);
+                Object::TimerFd(timerfd::capture(self.detail(index), duplicate, again)?)
+            }
+            Class::Regular => {
+                let locks = self.locks(index)?;
+                let seen = &self.seen[index];
+                let rules = &self.kept.rules;
+                Object::Regular(regular::capture(&seen.known, &seen.header, locks, rules)?)
+            }
+            class => self.take_simple(index, class)?,
+        };
+        Ok(Some((FileOwner::default(), object)))
+    }
+
+    /// Kinds whose image is in what was read already.
+    fn take_simple(&self, index: usize, class: Class) -> ObjectResult<Object> {
+        let seen = &self.seen[index];
+        let (known, position) = (&seen.known, seen.header.position);
+        let detail = self.detail(index);
+        Ok(match class {
+            Class::Directory => Object::Directory(directory::capture(known, position)?),
+            Class::EventFd => Object::EventFd(eventfd::capture(detail)?),
+            // The watches come when all files have names.
+            Class::Epoll => Object::Epoll(hotspare_image::objects::Epoll { watches: Vec::new() }),
+            Class::SignalFd => Object::SignalFd(signalfd::capture(detail)?),
+            Class::PidFd => Object::PidFd(pidfd::capture(detail)?),
+            Class::Device(device) => Object::Device(device::capture(device)),
+            Class::MessageQueue => Object::MessageQueue(mqueue::capture(known)?),
+            Class::Proc => Object::Proc(proc_file::capture(known, position)?),
+            Class::Terminal
+            | Class::Regular
+            | Class::Pipe
+            | Class::Fifo
+            | Class::TimerFd
+            | Class::Inotify
+            | Class::Memfd
+            | Class::Socket => unreachable!("{class:?} is taken elsewhere"),
+        })
+    }
+
+    fn outside(&self, index: usize) -> ObjectResult<Option<hotspare_image::objects::OutsideFile>> {
+        let seen = &self.seen[index];
+        let stat =
+            || -> ObjectResult<FileStat> { Ok(descriptor::stat(self.duplicate(index)?.as_fd())?) };
+        let place = self.place(index);
+        outside::capture(&self.kept.outside, seen.known.class, &seen.header, place, stat)
+    }
+
+    fn take_memfd(
+        &mut self,
+        index: usize,
+        name_shared: NameShared<'_>,
+    ) -> ObjectResult<hotspare_image::objects::MemfdFile> {
+        let file = self.duplicate(index)?;
+        let stat = descriptor::stat(file.as_fd())?;
+        let object = name_shared(stat.device, stat.inode);
+        let seen = &self.seen[index];
+        let image = memfd::capture(object, seen.header.position);
+        if !self.memfds.iter().any(|known| known.object == object) {
+            let (kind, bytes) = memfd::memory(&seen.known, file.as_fd())?;
+            let place = self.place(index);
+            drop(file);
+            self.memfds.push(MemfdSeen { object, kind, bytes, place });
+        }
+        Ok(image)
+    }
+
+    /// The detail as it is now.
+    fn read_detail(&self, index: usize) -> ObjectResult<Vec<u8>> {
+        let (host, fd) = self.place(index);
+        let text = std::fs::read(format!("/proc/{host}/fdinfo/{fd}"))
+            .map_err(hotspare_kernel::KernelError::io("read fdinfo"))?;
+        let (_, at) = fdinfo::parse(&text)?;
+        Ok(text[at..].to_vec())
+    }
+
+    /// Locks that any holder of the description shows.
+    fn locks(&self, index: usize) -> ObjectResult<Vec<FileLock>> {
+        let mut locks: Vec<FileLock> = Vec::new();
+        for &row in &self.seen[index].members {
+            let row = &self.rows.rows[row];
+            let pid = self.processes[row.process].pid;
+            for lock in fdinfo::locks(self.rows.detail(row), pid)? {
+                if !locks.contains(&lock) {
+                    locks.push(lock);
+                }
+            }
+        }
+        Ok(locks)
+    }
+
+    /// Who gets the file's signals.
+    fn owner(&self, file: BorrowedFd<'_>) -> ObjectResult<FileOwner> {
+        let (kind, number, signal) = descriptor::signal_owner(file)?;
+        if number == 0 {
+            return Ok(FileOwner { kind: 0, number: GuestPid(0), signal });
+        }
+        let host = HostPid(number);
+        let of_guest = self.processes.iter().find(|process| process.host == host);
+        let number = match of_guest {
+            Some(process) => process.pid,
+            None => guest_number(host)?,
+        };
+        Ok(FileOwner { kind, number, signal })
+    }
+
+    /// Captures sockets, and what is found in their queues, until there is nothing new.
+    fn take_sockets(
+        &mut self,
+        sockets: &mut dyn CaptureSockets,
+        name_shared: NameShared<'_>,
+    ) -> ObjectResult<()> {
+        let mut from = 0;
+        while from < self.seen.len() {
+            let mut batch = Vec::new();
+            let mut indices = Vec::new();
+            for index in from..self.seen.len() {
+                if self.objects[index].is_none() {
+                    batch.push(SocketSeen {
+                        file: self.seen[index].id,
+                        inode: self.seen[index].header.inode,
+                        duplicate: self.owned_duplicate(index)?,
+                        holder: self.holder(index),
+                    });
+                    indices.push(index);
+                }
+            }
+            from = self.seen.len();
+            let images = sockets.capture(&batch, self)?;
+            for ((index, image), socket) in indices.into_iter().zip(images).zip(&batch) {
+                let owner = self.owner(socket.duplicate.as_fd())?;
+                self.objects[index] = Some((owner, image));
+            }
+            self.take_all(name_shared)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the contents of each pipe to the end with the lowest name.
+    fn fill_pipes(&mut self) -> ObjectResult<()> {
+        // For each pipe: who gets the contents, who can read them.
+        let mut pipes: HashMap<u64, (usize, Option<usize>)> = HashMap::new();
+        for index in 0..self.seen.len() {
+            let Some((_, Object::Pipe(image))) = &self.objects[index] else { continue };
+            let reads = pipe::reads(self.seen[index].header.flags);
+            let entry = pipes.entry(image.pipe).or_insert((index, None));
+            if self.seen[index].id < self.seen[entry.0].id {
+                entry.0 = index;
+            }
+            entry.1 = entry.1.or(reads.then_some(index));
+        }
+        for (keeper, reader) in pipes.into_values() {
+            let Some(reader) = reader else { continue };
+            let Some((_, Object::Pipe(image))) = &self.objects[keeper] else { continue };
+            let capacity = image.capacity_bytes;
+            let packets = self.has_packets(image.pipe);
+            let mut scratch = std::mem::take(&mut self.kept.scratch);
+            let contents = self
+                .duplicate(reader)
+                .and_then(|end| pipe::contents(end.as_fd(), capacity, packets, &mut scratch));
+            self.kept.scratch = scratch;
+            if let Some((_, Object::Pipe(image))) = &mut self.objects[keeper] {
+                image.contents = contents?;
+            }
+        }
+        Ok(())
+    }
+
+    fn has_packets(&self, pipe: u64) -> bool {
+        self.seen.iter().any(|seen| {
+            let class = matches!(seen.known.class, Class::Pipe | Class::Fifo);
+            let direct = seen.header.flags & libc::O_DIRECT as u32 != 0;
+            class && seen.header.inode == pipe && direct
+        })
+    }
+
+    /// Finds what epoll instances watch.
+    fn resolve_watches(&mut self) -> ObjectResult<()> {
+        let instances: Vec<usize> = (0..self.seen.len())
+            .filter(|&index| matches!(self.objects[index], Some((_, Object::Epoll(_)))))
+            .collect();
+        if instances.is_empty() {
+            return Ok(());
+        }
+        let mut by_inode: HashMap<u64, Vec<usize>> = HashMap::new();
+        for (index, seen) in self.seen.iter().enumerate() {
+            by_inode.entry(seen.header.inode).or_default().push(index);
+        }
+        for instance in instances {
+            let (pid, fd) = self.holder(instance);
+            let mut watches = Vec::new();
+            for line in epoll::parse(self.detail(instance)).map_err(|error| error.at(pid, fd))? {
+                let watch = self.resolve(instance, &line, &by_inode);
+                watches.push(watch.map_err(|error| error.at(pid, fd))?);
+            }
+            if let Some((_, Object::Epoll(image))) = &mut self.objects[instance] {
+                image.watches = watches;
+            }
+        }
+        Ok(())
+    }
+
+    fn resolve(
+        &self,
+        instance: usize,
+        line: &epoll::Line,
+        by_inode: &HashMap<u64, Vec<usize>>,
+    ) -> ObjectResult<EpollWatch> {
+        let all = by_inode.get(&line.inode).map(Vec::as_slice).unwrap_or_default();
+        // Most likely the number still means it, in a process that has the instance.
+        let holds = |process: usize| self.rows.of(process).iter().any(|row| row.file == instance);
+        let at_number = (0..self.processes.len())
+            .filter_map(|process| self.rows.find(process, line.fd).map(|row| row.file))
+            .filter(|file| all.contains(file));
+        let candidates = at_number.chain(all.iter().copied()).map(|index| epoll::Candidate {
+            file: self.seen[index].id,
+            place: self.place(index),
+            only: all.len() == 1,
+        });
+        let found = epoll::resolve(line, self.place(instance), candidates)?;
+        let process = (0..self.processes.len()).find(|&process| {
+            let row = self.rows.find(process, line.fd);
+            row.is_some_and(|row| Some(self.seen[row.file].id) == found) && holds(process)
+        });
+        epoll::watch(line, found, process.map(|process| self.processes[process].pid))
+    }
+
+    fn finish(self) -> Captured {
+        let files = self
+            .seen
+            .iter()
+            .zip(self.objects)
+            .filter_map(|(seen, taken)| {
+                let (owner, object) = taken?;
+                Some(OpenFile { id: seen.id, flags: seen.header.flags, owner, object })
+            })
+            .collect();
+        let tables = (0..self.processes.len())
+            .map(|process| {
+                let rows = self.rows.of(process).iter();
+                rows.map(|row| Descriptor {
+                    fd: row.fd,
+                    file: self.seen[row.file].id,
+                    close_on_exec: row.header.close_on_exec,
+                })
+                .collect()
+            })
+            .collect();
+        Captured { files, tables, memfds: self.memfds }
+    }
+}
+
+impl DescriptorCapture {
+    fn fresh_id(&mut self, taken: &std::collections::HashSet<FileId>) -> FileId {
+        loop {
+            let id = FileId(self.next_id);
+            self.next_id = self.next_id.wrapping_add(1);
+            if !taken.contains(&id) {
+                return id;
+            }
+        }
+    }
+}
+
+impl NameFiles for Session<'_> {
+    fn name(&mut self, file: OwnedFd) -> ObjectResult<FileId> {
+        let own = super::own_pid();
+        let number = file.as_raw_fd();
+        let text = std::fs::read(format!("/proc/self/fdinfo/{number}"))
+            .map_err(hotspare_kernel::KernelError::io("read fdinfo"))?;
+        let (header, at) = fdinfo::parse(&text)?;
+        let detail = text[at..].to_vec();
+        let key = table::key(&header, &detail);
+        if self.index.is_none() {
+            let mut index: HashMap<table::Key, Vec<usize>> = HashMap::new();
+            for each in 0..self.seen.len() {
+                let key = table::key(&self.seen[each].header, self.detail(each));
+                index.entry(key).or_default().push(each);
+            }
+            self.index = Some(index);
+        }
+        let same_key = self.index.as_ref().and_then(|index| index.get(&key)).cloned();
+        for candidate in same_key.unwrap_or_default() {
+            if descriptor::compare_files(self.place(candidate), (own, number))?.is_eq() {
+                return Ok(self.seen[candidate].id);
+            }
+        }
+        let name = CString::new(number.to_string()).expect("digits");
+        let numbers = super::restore::own_descriptors()?;
+        let subject = Subject {
+            numbers: numbers.as_fd(),
+            name: &name,
+            header: &header,
+            detail: &detail,
+            duplicate: &|| {
+                let copy = file.try_clone();
+                Ok(copy.map_err(hotspare_kernel::KernelError::io("duplicate descriptor"))?)
+            },
+        };
+        let known = classify(&subject, None)?;
+        let taken = self.seen.iter().map(|seen| seen.id).collect();
+        let id = self.kept.fresh_id(&taken);
+        if let Some(index) = &mut self.index {
+            index.entry(key).or_default().push(self.seen.len());
+        }
+        let found = Some((file, detail));
+        self.seen.push(Seen { id, header, members: Vec::new(), found, known });
+        Ok(id)
+    }
+}
+
+/// The number in the innermost pid namespace of process, thread or group `host`.
+fn guest_number(host: HostPid) -> ObjectResult<GuestPid> {
+    let what = || format!("the receiver {host} of a file's signals");
+    let status = std::fs::read_to_string(format!("/proc/{host}/status"));
+    let status = status.map_err(|_| ObjectError::refused(what(), "it has ended"))?;
+    let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+    let inner = numbers.and_then(|numbers| numbers.split_whitespace().next_back()?.parse().ok());
+    inner.map(GuestPid).ok_or_else(|| ObjectError::refused(what(), "it is not in the guest"))
+}

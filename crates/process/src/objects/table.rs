@@ -1,0 +1,350 @@
+//! Descriptor tables of the stopped guest: which numbers exist and which open file descriptions
+//! they share.
+//!
+//! # What an epoch costs
+//!
+//! This runs inside the pause. A look at a descriptor through `/proc` by path costs an open, a
+//! read and a close. So `/proc/PID/fdinfo/N` stays open from epoch to epoch: such a file remembers
+//! process and number, not the guest's file, so it holds nothing of the guest alive, and reading it
+//! again shows what the number means *now*. Whether numbers have appeared is told by the size of
+//! `/proc/PID/fd`, which since Linux 6.2 is the number of open descriptors: the directory is read
+//! only when the count says so.
+//!
+//! Descriptors can only share a description when everything fdinfo says of them is equal; only
+//! those candidates are compared with kcmp(2), against one descriptor of each description that was
+//! found, by binary search in the kernel's order.
+
+use std::cmp::Ordering;
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::fs::File;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+
+use hotspare_image::objects::FileId;
+use hotspare_image::tree::GuestPid;
+use hotspare_kernel::descriptor::{self, Place};
+use hotspare_kernel::{HostPid, KernelError};
+
+use super::class::Known;
+use super::error::ObjectResult;
+use super::fdinfo::{self, Header};
+
+/// A process of the guest, stopped.
+#[derive(Clone, Copy, Debug)]
+pub struct GuestProcess<'a> {
+    /// Its number on the host.
+    pub host: HostPid,
+    /// Its number in the guest.
+    pub pid: GuestPid,
+    /// A pidfd of it.
+    pub pidfd: BorrowedFd<'a>,
+}
+
+/// A descriptor as it was just read.
+#[derive(Clone, Debug)]
+pub struct Row {
+    /// Index of its process in the list that was given.
+    pub process: usize,
+    /// Number.
+    pub fd: i32,
+    /// First lines of fdinfo.
+    pub header: Header,
+    /// The other lines: where they lie in [`Rows::text`].
+    pub detail: Range<usize>,
+    /// Index of its open file description.
+    pub file: usize,
+}
+
+/// All descriptors of the guest, by process and number.
+#[derive(Debug, Default)]
+pub struct Rows {
+    /// Sorted by process, then number.
+    pub rows: Vec<Row>,
+    /// What fdinfo said.
+    pub text: Vec<u8>,
+    // Where the rows of each process are.
+    ranges: Vec<Range<usize>>,
+}
+
+impl Rows {
+    /// Descriptor `fd` of process `process`.
+    pub fn find(&self, process: usize, fd: i32) -> Option<&Row> {
+        let rows = &self.rows[self.ranges[process].clone()];
+        rows.binary_search_by_key(&fd, |row| row.fd).ok().map(|at| &rows[at])
+    }
+
+    /// Rows of one process.
+    pub fn of(&self, process: usize) -> &[Row] {
+        &self.rows[self.ranges[process].clone()]
+    }
+
+    /// What fdinfo says of a row beyond its header.
+    pub fn detail(&self, row: &Row) -> &[u8] {
+        &self.text[row.detail.clone()]
+    }
+}
+
+/// A descriptor number we have met.
+#[derive(Debug)]
+pub struct Slot {
+    fd: i32,
+    // None where we had no descriptor of our own to spare.
+    info: Option<File>,
+    /// Name of its description in the last epoch.
+    pub file: Option<FileId>,
+    /// What it was in the last epoch.
+    pub known: Option<Known>,
+}
+
+/// What we keep of a process between epochs.
+#[derive(Debug)]
+pub struct KnownTable {
+    host: HostPid,
+    numbers: OwnedFd,
+    infos: OwnedFd,
+    // Sorted by number.
+    slots: Vec<Slot>,
+}
+
+fn open_directory(path: &str) -> ObjectResult<OwnedFd> {
+    let path = CString::new(path).expect("no zero byte in a number");
+    Ok(descriptor::open_at(super::working_directory(), &path, libc::O_DIRECTORY)?)
+}
+
+impl KnownTable {
+    fn new(host: HostPid) -> ObjectResult<Self> {
+        let numbers = open_directory(&format!("/proc/{host}/fd"))?;
+        let infos = open_directory(&format!("/proc/{host}/fdinfo"))?;
+        Ok(Self { host, numbers, infos, slots: Vec::new() })
+    }
+
+    /// `/proc/PID/fd`.
+    pub fn numbers(&self) -> BorrowedFd<'_> {
+        self.numbers.as_fd()
+    }
+
+    /// The slot of number `fd`.
+    pub fn slot(&mut self, fd: i32) -> Option<&mut Slot> {
+        let at = self.slots.binary_search_by_key(&fd, |slot| slot.fd).ok()?;
+        Some(&mut self.slots[at])
+    }
+
+    /// Reads the table into `rows` as process `process`.
+    fn read(&mut self, process: usize, rows: &mut Rows) -> ObjectResult<()> {
+        let first = rows.rows.len();
+        let Self { host, infos, slots, .. } = self;
+        let mut failure = None;
+        slots.retain_mut(|slot| match read_slot(*host, infos.as_fd(), slot, process, rows) {
+            Ok(open) => open,
+            Err(error) => {
+                failure.get_or_insert(error);
+                true
+            }
+        });
+        if let Some(failure) = failure {
+            return Err(failure.into());
+        }
+        let open = descriptor::stat(self.numbers.as_fd())?.bytes;
+        if open != self.slots.len() as u64 {
+            self.read_new(process, rows)?;
+        }
+        rows.ranges.push(first..rows.rows.len());
+        Ok(())
+    }
+
+    /// Reads the numbers that have no slot yet.
+    fn read_new(&mut self, process: usize, rows: &mut Rows) -> ObjectResult<()> {
+        let first = rows.rows.len() - self.slots.len();
+        let path = format!("/proc/{}/fd", self.host);
+        let list = std::fs::read_dir(path).map_err(KernelError::io("list descriptors"))?;
+        let known = self.slots.len();
+        for entry in list {
+            let name = entry.map_err(KernelError::io("list descriptors"))?.file_name();
+            let Some(fd) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
+            if self.slots[..known].binary_search_by_key(&fd, |slot| slot.fd).is_err() {
+                self.slots.push(Slot { fd, info: None, file: None, known: None });
+            }
+        }
+        let mut fresh = self.slots.split_off(known);
+        for slot in &mut fresh {
+            read_slot(self.host, self.infos.as_fd(), slot, process, rows)?;
+        }
+        self.slots.append(&mut fresh);
+        self.slots.sort_by_key(|slot| slot.fd);
+        rows.rows[first..].sort_by_key(|row| row.fd);
+        Ok(())
+    }
+}
+
+const READ_BYTES: usize = 1024;
+
+/// Reads one descriptor; whether it is open.
+fn read_slot(
+    host: HostPid,
+    infos: BorrowedFd<'_>,
+    slot: &mut Slot,
+    process: usize,
+    rows: &mut Rows,
+) -> Result<bool, KernelError> {
+    let opened;
+    let file = match &slot.info {
+        Some(file) => file,
+        None => {
+            let name = CString::new(slot.fd.to_string()).expect("digits");
+            let file = match descriptor::open_at(infos, &name, 0) {
+                Ok(file) => File::from(file),
+                Err(error) if error.errno() == Some(libc::ENOENT) => return Ok(false),
+                Err(error) => return Err(error),
+            };
+            // Keep some numbers free for everybody else in this process.
+            if descriptor_is_high(&file) {
+                opened = file;
+                &opened
+            } else {
+                slot.info.insert(file)
+            }
+        }
+    };
+    let start = rows.text.len();
+    match read_whole(file, &mut rows.text) {
+        Ok(()) => {}
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(false),
+        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {
+            return Err(KernelError::Died(host));
+        }
+        Err(error) => return Err(KernelError::io("read fdinfo")(error)),
+    }
+    let (header, at) = fdinfo::parse(&rows.text[start..])
+        .map_err(|error| KernelError::Unexpected(error.to_string()))?;
+    let detail = start + at..rows.text.len();
+    rows.rows.push(Row { process, fd: slot.fd, header, detail, file: usize::MAX });
+    Ok(true)
+}
+
+/// Numbers above this are not kept, so that a guest with very many descriptors does not take all
+/// of ours.
+const KEPT_MAX: i32 = 16_384;
+
+fn descriptor_is_high(file: &File) -> bool {
+    use std::os::fd::AsRawFd;
+    file.as_raw_fd() > KEPT_MAX
+}
+
+/// Appends the file from its start to `text`. The kernel makes the text anew at each read from 0
+/// and hands out no more than asked, so what fits in one read is of one instant.
+fn read_whole(file: &File, text: &mut Vec<u8>) -> std::io::Result<()> {
+    let start = text.len();
+    let mut room = READ_BYTES;
+    loop {
+        text.resize(start + room, 0);
+        let bytes = file.read_at(&mut text[start..], 0).inspect_err(|_| text.truncate(start))?;
+        if bytes < room {
+            text.truncate(start + bytes);
+            return Ok(());
+        }
+        room *= 4;
+    }
+}
+
+/// The tables of all processes of a guest, kept between epochs.
+#[derive(Debug, Default)]
+pub struct Tables {
+    processes: HashMap<HostPid, KnownTable>,
+}
+
+impl Tables {
+    /// The table of a process that [`Tables::read`] has seen.
+    pub fn of(&mut self, host: HostPid) -> &mut KnownTable {
+        self.processes.get_mut(&host).expect("the process was read")
+    }
+
+    /// Reads the tables of `processes`, which are all the guest has, and forgets all others.
+    pub fn read(&mut self, processes: &[GuestProcess<'_>]) -> ObjectResult<Rows> {
+        self.processes.retain(|host, _| processes.iter().any(|process| process.host == *host));
+        let mut rows = Rows::default();
+        for (index, process) in processes.iter().enumerate() {
+            let start = (rows.rows.len(), rows.text.len());
+            let table = match self.processes.entry(process.host) {
+                std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
+                std::collections::hash_map::Entry::Vacant(entry) => {
+                    entry.insert(KnownTable::new(process.host)?)
+                }
+            };
+            if table.read(index, &mut rows).is_err() {
+                // Another process may have the number now: look again with nothing remembered.
+                rows.rows.truncate(start.0);
+                rows.text.truncate(start.1);
+                *table = KnownTable::new(process.host)?;
+                table.read(index, &mut rows)?;
+            }
+        }
+        Ok(rows)
+    }
+}
+
+/// What descriptors of one description have in common.
+pub type Key = (i32, u64, u32, u64, u64);
+
+/// The [`Key`] of a header and its detail.
+pub fn key(header: &Header, detail: &[u8]) -> Key {
+    let told = fdinfo::discriminator(detail);
+    (header.mount, header.inode, header.flags, header.position, told)
+}
+
+/// Finds which rows share a description: fills in [`Row::file`] and returns the rows of each
+/// description, the first in order of process and number at the front.
+pub fn share(rows: &mut Rows, processes: &[GuestProcess<'_>]) -> ObjectResult<Vec<Vec<usize>>> {
+    let mut order: Vec<(Key, usize)> = rows
+        .rows
+        .iter()
+        .enumerate()
+        .map(|(index, row)| (key(&row.header, rows.detail(row)), index))
+        .collect();
+    order.sort_unstable();
+    let mut files: Vec<Vec<usize>> = Vec::with_capacity(order.len());
+    for candidates in order.chunk_by(|one, other| one.0 == other.0) {
+        // Indices into `files`, in the kernel's order of descriptions.
+        let mut found: Vec<usize> = Vec::with_capacity(1);
+        for &(_, index) in candidates {
+            let place = |row: usize| -> Place {
+                (processes[rows.rows[row].process].host, rows.rows[row].fd)
+            };
+            let position = search(&found, |file| {
+                descriptor::compare_files(place(files[file][0]), place(index))
+            })?;
+            match position {
+                Ok(at) => files[found[at]].push(index),
+                Err(at) => {
+                    found.insert(at, files.len());
+                    files.push(vec![index]);
+                }
+            }
+        }
+    }
+    files.sort_unstable_by_key(|members| members[0]);
+    for (file, members) in files.iter().enumerate() {
+        for &row in members {
+            rows.rows[row].file = file;
+        }
+    }
+    Ok(files)
+}
+
+/// Binary search with a comparison that can fail.
+fn search(
+    found: &[usize],
+    mut compare: impl FnMut(usize) -> Result<Ordering, KernelError>,
+) -> ObjectResult<Result<usize, usize>> {
+    let (mut low, mut high) = (0, found.len());
+    while low < high {
+        let middle = low + (high - low) / 2;
+        match compare(found[middle])? {
+            Ordering::Equal => return Ok(Ok(middle)),
+            Ordering::Less => low = middle + 1,
+            Ordering::Greater => high = middle,
+        }
+    }
+    Ok(Err(low))
+}
