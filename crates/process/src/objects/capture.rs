@@ -7,12 +7,13 @@
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 
 use hotspare_image::memory::{SharedId, SharedKind};
 use hotspare_image::objects::{
     Descriptor, EpollWatch, FileId, FileLock, FileOwner, Object, OpenFile,
 };
-use hotspare_image::tree::GuestPid;
+use hotspare_image::tree::{GuestPid, HostPath};
 use hotspare_kernel::descriptor::{self, FileStat, Place};
 use hotspare_kernel::{HostPid, pidfd as kernel_pidfd};
 
@@ -22,40 +23,13 @@ use super::fdinfo::{self, Header};
 use super::inotify::WatchPaths;
 use super::outside::OutsideDescriptor;
 use super::rules::FileRules;
+use super::socket::{self, SocketCapture};
 use super::table::{self, GuestProcess, Row, Rows, Tables};
+use super::unix::GuestView;
 use super::{
     device, directory, epoll, eventfd, inotify, memfd, mqueue, outside, pidfd, pipe, proc_file,
     regular, signalfd, timerfd,
 };
-
-/// A socket to capture.
-#[derive(Debug)]
-pub struct SocketSeen {
-    /// Its name.
-    pub file: FileId,
-    /// Inode number.
-    pub inode: u64,
-    /// A duplicate, closed after the capture.
-    pub duplicate: OwnedFd,
-    /// A descriptor of it, for messages: process and number.
-    pub holder: (GuestPid, i32),
-}
-
-/// Gives names to open files that are in no table: those in sockets' queues.
-pub trait NameFiles {
-    /// The name of `file`, which is captured as well if it was not known.
-    fn name(&mut self, file: OwnedFd) -> ObjectResult<FileId>;
-}
-
-/// Captures sockets.
-pub trait CaptureSockets {
-    /// The images of `sockets`, in order. Called again with those that `files` found in queues.
-    fn capture(
-        &mut self,
-        sockets: &[SocketSeen],
-        files: &mut dyn NameFiles,
-    ) -> ObjectResult<Vec<Object>>;
-}
 
 /// A memfd that is open in the guest, for whoever carries its bytes.
 #[derive(Debug, PartialEq)]
@@ -109,9 +83,10 @@ impl DescriptorCapture {
     pub fn capture(
         &mut self,
         processes: &[GuestProcess<'_>],
-        sockets: &mut dyn CaptureSockets,
+        sockets: &mut SocketCapture,
         name_shared: NameShared<'_>,
     ) -> ObjectResult<Captured> {
+        sockets.begin_epoch();
         let mut rows = self.tables.read(processes)?;
         let members = table::share(&mut rows, processes)?;
         let mut session = Session {
@@ -128,7 +103,9 @@ impl DescriptorCapture {
         session.take_sockets(sockets, name_shared)?;
         session.fill_pipes()?;
         session.resolve_watches()?;
-        Ok(session.finish())
+        let mut captured = session.finish();
+        socket::settle(&mut captured.files)?;
+        Ok(captured)
     }
 }
 
@@ -434,33 +411,34 @@ impl Session<'_> {
     /// Captures sockets, and what is found in their queues, until there is nothing new.
     fn take_sockets(
         &mut self,
-        sockets: &mut dyn CaptureSockets,
+        sockets: &mut SocketCapture,
         name_shared: NameShared<'_>,
     ) -> ObjectResult<()> {
-        let mut from = 0;
-        while from < self.seen.len() {
-            let mut batch = Vec::new();
-            let mut indices = Vec::new();
-            for index in from..self.seen.len() {
-                if self.objects[index].is_none() {
-                    batch.push(SocketSeen {
-                        file: self.seen[index].id,
-                        inode: self.seen[index].header.inode,
-                        duplicate: self.owned_duplicate(index)?,
-                        holder: self.holder(index),
-                    });
-                    indices.push(index);
-                }
+        let guest = View { processes: self.processes };
+        let mut index = 0;
+        while index < self.seen.len() {
+            if self.objects[index].is_none() {
+                let (pid, fd) = self.holder(index);
+                let taken = self.take_socket(index, sockets, &guest);
+                self.objects[index] = Some(taken.map_err(|error| error.at(pid, fd))?);
+                self.take_all(name_shared)?;
             }
-            from = self.seen.len();
-            let images = sockets.capture(&batch, self)?;
-            for ((index, image), socket) in indices.into_iter().zip(images).zip(&batch) {
-                let owner = self.owner(socket.duplicate.as_fd())?;
-                self.objects[index] = Some((owner, image));
-            }
-            self.take_all(name_shared)?;
+            index += 1;
         }
         Ok(())
+    }
+
+    fn take_socket(
+        &mut self,
+        index: usize,
+        sockets: &mut SocketCapture,
+        guest: &dyn GuestView,
+    ) -> ObjectResult<(FileOwner, Object)> {
+        let socket = self.owned_duplicate(index)?;
+        let inode = self.seen[index].header.inode;
+        let in_flight = &mut |file| self.name(file);
+        let image = sockets.capture(socket.as_fd(), inode, guest, in_flight)?;
+        Ok((self.owner(socket.as_fd())?, image))
     }
 
     /// Adds the contents of each pipe to the end with the lowest name.
@@ -589,7 +567,9 @@ impl DescriptorCapture {
     }
 }
 
-impl NameFiles for Session<'_> {
+impl Session<'_> {
+    /// The name of `file`, which was found in a socket's queue; it is captured as well if no
+    /// process has it open.
     fn name(&mut self, file: OwnedFd) -> ObjectResult<FileId> {
         let own = super::own_pid();
         let number = file.as_raw_fd();
@@ -633,6 +613,32 @@ impl NameFiles for Session<'_> {
         let found = Some((file, detail));
         self.seen.push(Seen { id, header, members: Vec::new(), found, known });
         Ok(id)
+    }
+}
+
+/// The guest as sockets see it.
+struct View<'a> {
+    processes: &'a [GuestProcess<'a>],
+}
+
+impl GuestView for View<'_> {
+    fn guest_pid(&self, host: i32) -> GuestPid {
+        let host = HostPid(host);
+        let known = self.processes.iter().find(|process| process.host == host);
+        known.map_or_else(|| guest_number(host).unwrap_or_default(), |process| process.pid)
+    }
+
+    fn root(&self) -> PathBuf {
+        let host = self.processes.first().map_or(HostPid(1), |process| process.host);
+        PathBuf::from(format!("/proc/{host}/root"))
+    }
+
+    fn working_directories(&self) -> Vec<HostPath> {
+        let directories = self.processes.iter().filter_map(|process| {
+            let link = std::fs::read_link(format!("/proc/{}/cwd", process.host)).ok()?;
+            Some(HostPath(link.to_str()?.to_owned()))
+        });
+        directories.collect()
     }
 }
 

@@ -1,6 +1,6 @@
 //! Reading `/proc/PID/fdinfo` (proc(5), fs/proc/fd.c).
 //!
-//! Every file starts with `pos`, `flags`, `mnt_id`, `ino`; then the kind of file adds its own lines,
+//! Every file starts with `pos`, `flags`, `mnt_id`, `ino`; then its kind adds lines of its own,
 //! here called the *detail*.
 
 use hotspare_image::objects::{FileLock, LockKind};

@@ -2,8 +2,10 @@
 //!
 //! Runs on a thread of the agent that has entered the ghost's mount, ipc and network namespaces,
 //! so that paths, queues and addresses are the ghost's. The files then go to the ghost over a
-//! socket. Order: what stands alone; pipes; sockets, whose queues may hold any of the others;
-//! inotify, which must not see the opening of the others; epoll, which refers to all.
+//! socket. TCP connections stay silent until [`super::socket::go_live`].
+//!
+//! Order: what stands alone; pipes; sockets, whose queues may hold any of the others; inotify,
+//! which must not see the opening of the others; epoll, which refers to all.
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -19,7 +21,7 @@ use super::remote_step::{self, RemoteStep};
 use super::rules::FileRules;
 use super::{
     device, directory, epoll, eventfd, inotify, memfd, mqueue, outside, pidfd, pipe, proc_file,
-    regular, signalfd, timerfd,
+    regular, signalfd, socket, timerfd,
 };
 
 /// What the ghost has besides descriptors.
@@ -32,17 +34,6 @@ pub trait GhostParts {
     fn outside(&self, standard: i32) -> Option<BorrowedFd<'_>>;
 }
 
-/// Makes the sockets of a checkpoint.
-pub trait RestoreSockets {
-    /// Makes the sockets among `files`; `made` are the other files, for queues that hold some.
-    /// `made` gets the sockets.
-    fn restore(
-        &mut self,
-        files: &[OpenFile],
-        made: &mut BTreeMap<FileId, OwnedFd>,
-    ) -> ObjectResult<()>;
-}
-
 /// Where files are made.
 pub struct RestoreContext<'a> {
     /// The ghost.
@@ -51,6 +42,8 @@ pub struct RestoreContext<'a> {
     pub rules: &'a FileRules,
     /// Clocks at the checkpoint.
     pub clocks: ClockReading,
+    /// How old the checkpoint may be at most, ms.
+    pub age_ms: u32,
     // `/proc/self/fd`, from before the thread entered the ghost's mount namespace: the ghost's
     // /proc does not show us.
     own: OwnedFd,
@@ -68,9 +61,10 @@ impl<'a> RestoreContext<'a> {
         parts: &'a dyn GhostParts,
         rules: &'a FileRules,
         clocks: ClockReading,
+        age_ms: u32,
         own: OwnedFd,
     ) -> Self {
-        Self { parts, rules, clocks, own }
+        Self { parts, rules, clocks, age_ms, own }
     }
 
     /// Opens an existing path in the ghost's mount namespace with open(2) `flags`.
@@ -163,7 +157,6 @@ pub fn restore_all(
     files: &[OpenFile],
     tables: &[(GuestPid, &[Descriptor])],
     context: &RestoreContext<'_>,
-    sockets: &mut dyn RestoreSockets,
 ) -> ObjectResult<Restored> {
     let mut made = BTreeMap::new();
     let mut pipes: BTreeMap<u64, Vec<pipe::End<'_>>> = BTreeMap::new();
@@ -183,7 +176,8 @@ pub fn restore_all(
     for ends in pipes.values() {
         made.append(&mut pipe::restore(ends, context)?);
     }
-    sockets.restore(files, &mut made)?;
+    let host_pid = |pid| context.parts.host_pid(pid).map(|host| host.0);
+    socket::restore(files, context.age_ms, &mut made, &host_pid)?;
     for (file, image) in watching {
         made.insert(file.id, inotify::restore(image, file.flags)?);
     }
