@@ -7,6 +7,7 @@ mod error;
 pub mod file_handle;
 pub mod memory;
 pub mod namespace;
+pub mod news;
 pub mod pagemap;
 pub mod pidfd;
 pub mod proc_maps;
@@ -17,6 +18,7 @@ pub mod shared;
 pub mod sock_diag;
 pub mod socket;
 pub mod tcp;
+pub mod thread_info;
 pub mod userfaultfd;
 pub mod xattr;
 

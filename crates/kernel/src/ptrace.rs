@@ -215,6 +215,13 @@ pub fn signal_info(tid: HostPid) -> Result<[u8; 128]> {
     Ok(info)
 }
 
+/// Replaces the signal information of a tracee in a signal-delivery stop; resume with the same
+/// signal number to deliver it.
+pub fn set_signal_info(tid: HostPid, info: &[u8; 128]) -> Result<()> {
+    let data = (info as *const [u8; 128]) as usize;
+    ptrace("write signal information", libc::PTRACE_SETSIGINFO, tid, 0, data).map(drop)
+}
+
 #[repr(C)]
 struct PeekSiginfoArgs {
     offset: u64,
@@ -288,14 +295,15 @@ pub enum Whose {
 
 /// Takes the next piece of news; blocks only if `block`.
 ///
-/// This is the only door through which the project waits for tracees (`__WALL`).
+/// This is the only door through which the project waits for tracees (`__WALL`). Children and
+/// tracees of other threads of ours are left alone (`__WNOTHREAD`).
 pub fn wait(whose: Whose, block: bool) -> Result<Waited> {
     let mut status: libc::c_int = 0;
     let pid = match whose {
         Whose::Any => -1,
         Whose::One(tid) => tid.0,
     };
-    let flags = libc::__WALL | if block { 0 } else { libc::WNOHANG };
+    let flags = libc::__WALL | libc::__WNOTHREAD | if block { 0 } else { libc::WNOHANG };
     loop {
         // SAFETY: `status` lives through the call.
         let found = unsafe { libc::waitpid(pid, &raw mut status, flags) };

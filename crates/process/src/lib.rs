@@ -1,5 +1,7 @@
 //! Capture and restore of a process tree: the guest on the primary, the ghost on the spare.
 #![forbid(unsafe_code)]
 
+pub mod capture;
+pub mod guest;
 pub mod objects;
 pub mod pages;

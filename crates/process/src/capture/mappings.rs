@@ -1,0 +1,145 @@
+//! From lines of `/proc/PID/maps` to an [`AddressSpace`].
+
+use hotspare_image::memory::{AddressSpace, Backing, GuestRange, Layout, MappedFile, Mapping};
+use hotspare_image::memory::mapping_flags as flag;
+use hotspare_image::tree::HostPath;
+use hotspare_kernel::HostPid;
+use hotspare_kernel::proc_maps::{self, Flags, MapLine};
+
+use super::processes::{self, Answers};
+use super::shared::SharedTable;
+use super::space::{Tracked, is_shared_memory, tracked};
+use crate::guest::Process;
+use crate::objects::error::{ObjectError, ObjectResult};
+
+/// What is read of a process once and kept until its next execve.
+#[derive(Debug, Default)]
+pub struct ProcessCache {
+    pub(crate) exe: Option<HostPath>,
+    pub(crate) layout: Layout,
+    pub(crate) answers: Option<Answers>,
+    /// Flags as they were when `flags_of` were the mappings.
+    flags: Vec<Flags>,
+    flags_of: Vec<GuestRange>,
+}
+
+impl ProcessCache {
+    /// Reads again what madvise(2) and mlock(2) leave in no line of maps, if the mappings changed.
+    /// Slow, so not while the guest is stopped: such flags reach the spare an epoch late.
+    pub(crate) fn refresh_flags(&mut self, pid: HostPid, lines: &[MapLine]) -> ObjectResult<()> {
+        let ranges: Vec<_> = lines.iter().map(|line| GuestRange::new(line.start, line.end)).collect();
+        if ranges != self.flags_of {
+            self.flags = proc_maps::flags(pid)?;
+            self.flags_of = ranges;
+        }
+        Ok(())
+    }
+
+    fn flags_at(&self, start: u64) -> Option<&Flags> {
+        let at = self.flags.binary_search_by_key(&start, |flags| flags.start).ok()?;
+        self.flags.get(at)
+    }
+}
+
+/// The address space of a stopped process.
+pub fn describe(process: &mut Process, shared: &mut SharedTable) -> ObjectResult<AddressSpace> {
+    let pid = process.pid;
+    let Some(space) = process.space.as_mut() else {
+        return Err(ObjectError::transient(format!("process {pid}"), "it has only just begun"));
+    };
+    if process.cache.exe.is_none() {
+        process.cache.exe = Some(processes::link(pid, "exe")?);
+    }
+    let mut mappings = Vec::with_capacity(space.lines.len());
+    for line in space.lines.iter().filter(|line| line.name != "[vsyscall]") {
+        let known = process.cache.flags_at(line.start);
+        mappings.push(Mapping {
+            range: GuestRange::new(line.start, line.end),
+            protection: line.protection,
+            backing: backing(pid, line, shared)?,
+            flags: flags(line, known),
+            protection_key: known.map_or(0, |known| known.protection_key),
+            name: anonymous_name(line),
+        });
+    }
+    Ok(AddressSpace {
+        id: space.id,
+        mappings,
+        layout: process.cache.layout.clone(),
+        exe: process.cache.exe.clone().unwrap_or_default(),
+        fresh: space.fresh.clone(),
+        reset: space.reset,
+    })
+}
+
+fn backing(pid: HostPid, line: &MapLine, shared: &mut SharedTable) -> ObjectResult<Backing> {
+    if is_shared_memory(line) {
+        return shared.backing(pid, line);
+    }
+    let refused = |why: &str| ObjectError::refused(format!("the mapping of {}", line.name), why);
+    match tracked(line) {
+        Tracked::Kernel => Ok(Backing::Special { name: line.name.clone() }),
+        Tracked::Private { file: false } => Ok(Backing::Anonymous),
+        _ if line.name.starts_with("/anon_hugepage") => {
+            Err(refused("huge pages of hugetlbfs are not carried; use transparent huge pages"))
+        }
+        _ if line.shared && line.name.starts_with("/dev/") => {
+            Err(refused("device memory cannot be carried to another host"))
+        }
+        _ if line.name.starts_with("anon_inode:") || line.name.starts_with("/[") => {
+            Err(refused("memory of this kernel object is not known to us (io_uring?)"))
+        }
+        Tracked::Private { file: true } => {
+            Ok(Backing::PrivateFile { file: mapped_file(line), offset: line.offset })
+        }
+        Tracked::File | Tracked::Shared => Ok(Backing::SharedFile {
+            file: mapped_file(line),
+            offset: line.offset,
+            writable: i32::from(line.protection) & libc::PROT_WRITE != 0,
+        }),
+    }
+}
+
+fn mapped_file(line: &MapLine) -> MappedFile {
+    match line.name.strip_suffix(" (deleted)") {
+        Some(path) => MappedFile {
+            path: HostPath(path.to_owned()),
+            unlinked_inode: Some(line.inode),
+            open_file: None,
+        },
+        None => MappedFile {
+            path: HostPath(line.name.clone()),
+            unlinked_inode: None,
+            open_file: None,
+        },
+    }
+}
+
+fn anonymous_name(line: &MapLine) -> Option<String> {
+    let name = line.name.strip_prefix("[anon:").or(line.name.strip_prefix("[anon_shmem:"))?;
+    name.strip_suffix(']').map(str::to_owned)
+}
+
+fn flags(line: &MapLine, known: Option<&Flags>) -> u32 {
+    const CODES: [(&[u8; 2], u32); 12] = [
+        (b"gd", flag::GROWS_DOWN),
+        (b"lo", flag::LOCKED),
+        (b"dc", flag::DONT_FORK),
+        (b"dd", flag::DONT_DUMP),
+        (b"hg", flag::HUGE_PAGE),
+        (b"nh", flag::NO_HUGE_PAGE),
+        (b"mg", flag::MERGEABLE),
+        (b"wf", flag::WIPE_ON_FORK),
+        (b"sr", flag::SEQUENTIAL),
+        (b"rr", flag::RANDOM),
+        (b"nr", flag::NO_RESERVE),
+        (b"lf", flag::LOCK_ON_FAULT),
+    ];
+    let main_stack = line.name == "[stack]";
+    let mut set = if main_stack { flag::MAIN_STACK | flag::GROWS_DOWN } else { 0 };
+    if let Some(known) = known {
+        let found = CODES.iter().filter(|(code, _)| known.has(code));
+        set |= found.fold(0, |all, (_, flag)| all | flag);
+    }
+    set
+}

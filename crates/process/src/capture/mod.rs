@@ -1,0 +1,298 @@
+//! Capture: from a running guest to a [`Checkpoint`] and runs of pages.
+//!
+//! The road of an epoch: [`Guest::prepare`] makes new processes ready, [`Guest::precopy`] copies
+//! what was written while the guest runs, [`Guest::checkpoint`] stops it, takes the rest and lets
+//! it go on. Encoding, compressing and sending are others' work, after the resume.
+
+pub mod mappings;
+pub mod processes;
+pub mod ranges;
+pub mod shared;
+pub mod space;
+pub mod threads;
+mod tree;
+
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use hotspare_image::Checkpoint;
+use hotspare_kernel::remote::{Call, Stub, vdso_syscall};
+use hotspare_kernel::userfaultfd::WriteTracker;
+use hotspare_kernel::{HostPid, pidfd, proc_maps};
+
+use crate::guest::Guest;
+use crate::objects::error::{ObjectError, ObjectResult};
+use crate::pages::PageRun;
+use space::Space;
+
+pub use mappings::ProcessCache;
+
+/// The pause, in its named parts.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PauseParts {
+    /// Until the last thread stood still.
+    pub stop: Duration,
+    /// Reading mappings and page tables.
+    pub scan: Duration,
+    /// Copying the remaining pages.
+    pub copy: Duration,
+    /// Registers and everything else of threads and processes.
+    pub threads: Duration,
+    /// Descriptors and what they point at.
+    pub objects: Duration,
+    /// What the caller did meanwhile (cut of the file changes).
+    pub during: Duration,
+    /// Until the last thread ran again.
+    pub resume: Duration,
+    /// All of it.
+    pub total: Duration,
+}
+
+/// What [`Guest::checkpoint`] brings home.
+#[derive(Debug)]
+pub struct Captured {
+    /// Everything but pages; `position` and `term` are the caller's to fill in.
+    pub checkpoint: Checkpoint,
+    /// Pages copied while the guest stood still.
+    pub runs: Vec<PageRun>,
+    /// How long what took.
+    pub parts: PauseParts,
+}
+
+/// Where a copy of everything has come to; see [`Guest::base`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BaseCursor {
+    pid: i32,
+    address: u64,
+}
+
+impl Guest {
+    /// Whether some process has not been made ready yet.
+    pub fn needs_preparation(&self) -> bool {
+        self.processes.values().any(|process| process.space.is_none())
+    }
+
+    /// Stops the guest for as long as it takes to put the stub and write tracking into processes
+    /// that do not have them, and scans their memory once.
+    pub fn prepare(&mut self) -> ObjectResult<()> {
+        self.stop_all()?;
+        let prepared = self.prepare_stopped();
+        self.resume_all()?;
+        prepared
+    }
+
+    fn prepare_stopped(&mut self) -> ObjectResult<()> {
+        let new: Vec<HostPid> = self
+            .processes
+            .values()
+            .filter(|process| process.space.is_none())
+            .map(|process| process.pid)
+            .collect();
+        for pid in new {
+            self.prepare_process(pid)?;
+            self.scan_process(pid)?;
+        }
+        Ok(())
+    }
+
+    fn prepare_process(&mut self, pid: HostPid) -> ObjectResult<()> {
+        let id = self.fresh_mm();
+        let tid = self.visitable_thread(pid)?;
+        let Some(process) = self.processes.get_mut(&pid) else { return Ok(()) };
+        if process.borrows_memory {
+            return Err(ObjectError::refused(
+                format!("process {}", process.guest_pid),
+                "it shares its memory with another process (clone(2) with CLONE_VM)",
+            ));
+        }
+        let mut lines = Vec::new();
+        proc_maps::read(pid, &mut Vec::new(), &mut lines)?;
+        let instruction = vdso_syscall(pid, &lines)?;
+        let stub = match process.stub.take() {
+            Some(stub) => stub,
+            None => Stub::inject(tid, process.pidfd.as_fd(), &lines, instruction)?,
+        };
+        let mut calls = [Call::new(libc::SYS_userfaultfd, &[libc::O_CLOEXEC as u64])];
+        stub.run(tid, 0, &mut calls)?;
+        let fd = calls[0].value("create userfaultfd in the guest")?;
+        let taken = pidfd::get_fd(process.pidfd.as_fd(), fd as i32);
+        stub.run(tid, 0, &mut [Call::new(libc::SYS_close, &[fd])])?;
+        let tracker = WriteTracker::new(taken?)?;
+        process.space = Some(Space::new(id, pid, tracker, stub.range())?);
+        process.stub = Some(stub);
+        Ok(())
+    }
+
+    fn scan_process(&mut self, pid: HostPid) -> ObjectResult<()> {
+        let Some(process) = self.processes.get_mut(&pid) else { return Ok(()) };
+        let Some(space) = process.space.as_mut() else { return Ok(()) };
+        space.scan()?;
+        self.shared.take_written(pid, space)
+    }
+
+    /// Pages found written and not copied yet.
+    pub fn backlog_pages(&self) -> u64 {
+        let private = self.processes.values().filter_map(|process| process.space.as_ref());
+        private.map(Space::backlog_pages).sum::<u64>() + self.shared.backlog_pages()
+    }
+
+    /// Pages of private memory with content.
+    pub fn populated_pages(&self) -> u64 {
+        let private = self.processes.values().filter_map(|process| process.space.as_ref());
+        private.map(Space::populated_pages).sum()
+    }
+
+    /// Finds what was written since the last scan, while the guest runs.
+    pub fn scan(&mut self) -> ObjectResult<()> {
+        for pid in self.processes().collect::<Vec<_>>() {
+            match self.scan_process(pid) {
+                Err(ObjectError::Call(error)) if error.is_died() => {}
+                other => other?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies up to `bytes_max` of what was found written into `runs`, while the guest runs.
+    pub fn precopy(&mut self, bytes_max: u64, runs: &mut Vec<PageRun>) -> ObjectResult<()> {
+        for process in self.processes.values_mut() {
+            let Some(space) = process.space.as_mut() else { continue };
+            match space.copy(bytes_max, runs) {
+                Err(ObjectError::Call(error)) if error.is_died() => {}
+                other => other?,
+            }
+        }
+        self.shared.copy(bytes_max, runs)
+    }
+
+    /// Copies the next `bytes_max` of everything, for a spare that starts from nothing. `None`
+    /// when all has been copied.
+    pub fn base(
+        &mut self,
+        cursor: BaseCursor,
+        bytes_max: u64,
+        runs: &mut Vec<PageRun>,
+    ) -> ObjectResult<Option<BaseCursor>> {
+        for (pid, process) in self.processes.range_mut(HostPid(cursor.pid)..) {
+            let from = if pid.0 == cursor.pid { cursor.address } else { 0 };
+            let Some(space) = process.space.as_mut() else { continue };
+            let Some(stretch) = space.base_stretch(from, bytes_max) else { continue };
+            match space.copy_base(stretch, runs) {
+                Err(ObjectError::Call(error)) if error.is_died() => {}
+                other => other?,
+            }
+            return Ok(Some(BaseCursor { pid: pid.0, address: stretch.end.0 }));
+        }
+        Ok(None)
+    }
+
+    /// Makes the next checkpoint describe everything as new, as a spare needs that starts from
+    /// nothing. If `only`, no other spare is there, and what is copied by [`Guest::base`] need not
+    /// travel as written pages too.
+    pub fn rewind(&mut self, only: bool) {
+        for process in self.processes.values_mut() {
+            if let Some(space) = process.space.as_mut() {
+                space.rewind(only);
+            }
+        }
+        self.shared.rewind();
+    }
+
+    /// Stops the guest, takes what changed since the last checkpoint, lets it go on.
+    ///
+    /// `during` runs while the guest stands still. On failure the guest runs on, and what was
+    /// found written stays in the backlog for the next attempt. If more than `backlog_max` pages
+    /// are to be copied, the guest is let go at once and `None` returned: pre-copy again.
+    pub fn checkpoint(
+        &mut self,
+        backlog_max: u64,
+        rules: &mut CheckpointRules<'_>,
+        during: &mut dyn FnMut() -> ObjectResult<()>,
+    ) -> ObjectResult<Option<Captured>> {
+        let begin = Instant::now();
+        let mut parts = PauseParts::default();
+        self.stop_all()?;
+        parts.stop = begin.elapsed();
+        let captured = self.checkpoint_stopped(backlog_max, rules, during, &mut parts);
+        let resume = Instant::now();
+        self.resume_all()?;
+        parts.resume = resume.elapsed();
+        parts.total = begin.elapsed();
+        Ok(captured?.map(|mut captured| {
+            captured.parts = parts;
+            captured
+        }))
+    }
+
+    fn checkpoint_stopped(
+        &mut self,
+        backlog_max: u64,
+        rules: &mut CheckpointRules<'_>,
+        during: &mut dyn FnMut() -> ObjectResult<()>,
+        parts: &mut PauseParts,
+    ) -> ObjectResult<Option<Captured>> {
+        let mut clock = Lap::start();
+        let mut runs = Vec::new();
+        self.prepare_stopped()?;
+        self.shared.begin_round();
+        self.scan()?;
+        self.shared.scan(&mut runs)?;
+        parts.scan = clock.lap();
+        if self.backlog_pages() > backlog_max {
+            return Ok(None);
+        }
+        let mut checkpoint = self.capture_tree()?;
+        parts.threads = clock.lap();
+        self.capture_objects(rules, &mut checkpoint)?;
+        self.capture_spaces(&mut checkpoint)?;
+        parts.objects = clock.lap();
+        self.precopy(u64::MAX, &mut runs)?;
+        parts.copy = clock.lap();
+        during()?;
+        parts.during = clock.lap();
+        self.commit_round();
+        Ok(Some(Captured { checkpoint, runs, parts: PauseParts::default() }))
+    }
+
+    /// What was told as new has been told.
+    fn commit_round(&mut self) {
+        self.shared.end_round();
+        for process in self.processes.values_mut() {
+            if let Some(space) = process.space.as_mut() {
+                space.fresh.clear();
+                space.reset = false;
+            }
+        }
+    }
+
+    fn capture_spaces(&mut self, checkpoint: &mut Checkpoint) -> ObjectResult<()> {
+        for process in self.processes.values_mut() {
+            let space = mappings::describe(process, &mut self.shared)?;
+            checkpoint.spaces.push(space);
+        }
+        checkpoint.shared = self.shared.describe();
+        Ok(())
+    }
+}
+
+/// What the capture must know of the world around the guest.
+pub struct CheckpointRules<'a> {
+    /// Captures descriptors; see `objects::table`.
+    pub objects: &'a mut dyn FnMut(&Guest, &mut Checkpoint) -> ObjectResult<()>,
+}
+
+/// Measures consecutive stretches of time.
+struct Lap(Instant);
+
+impl Lap {
+    fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    fn lap(&mut self) -> Duration {
+        let now = Instant::now();
+        let lap = now - self.0;
+        self.0 = now;
+        lap
+    }
+}

@@ -1,0 +1,178 @@
+//! Sets of addresses as sorted, disjoint, non-touching ranges.
+
+use hotspare_kernel::memory::Span;
+
+/// A set of addresses.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ranges(Vec<(u64, u64)>);
+
+/// The union of arbitrary ranges.
+pub fn merge_sorted(mut ranges: Vec<(u64, u64)>) -> Ranges {
+    ranges.sort_unstable();
+    let mut merged = Ranges::default();
+    for (start, end) in ranges {
+        merged.push(start, end);
+    }
+    merged
+}
+
+impl Ranges {
+    /// Adds a range that starts no lower than the last one did.
+    pub fn push(&mut self, start: u64, end: u64) {
+        match self.0.last_mut() {
+            Some(last) if start <= last.1 => last.1 = last.1.max(end),
+            _ => self.0.push((start, end)),
+        }
+    }
+
+    /// Bytes in all.
+    pub fn bytes(&self) -> u64 {
+        self.0.iter().map(|(start, end)| end - start).sum()
+    }
+
+    /// The ranges in order.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.0.iter().copied()
+    }
+
+    /// Addresses in either set.
+    pub fn with(&self, other: &Self) -> Self {
+        if self.0.is_empty() {
+            return other.clone();
+        }
+        let (mut a, mut b) = (self.0.iter().peekable(), other.0.iter().peekable());
+        let mut all = Self::default();
+        loop {
+            let next = match (a.peek(), b.peek()) {
+                (Some(x), Some(y)) if x.0 <= y.0 => a.next(),
+                (_, Some(_)) => b.next(),
+                (Some(_), None) => a.next(),
+                (None, None) => return all,
+            };
+            if let Some(&(start, end)) = next {
+                all.push(start, end);
+            }
+        }
+    }
+
+    /// Addresses in this set and not in `other`.
+    pub fn without(&self, other: &Self) -> Self {
+        let mut left = Self::default();
+        let mut holes = other.0.iter().peekable();
+        for &(start, end) in &self.0 {
+            let mut at = start;
+            while let Some(&&(from, to)) = holes.peek() {
+                if from >= end {
+                    break;
+                }
+                if from > at {
+                    left.push(at, from);
+                }
+                at = at.max(to);
+                if to > end {
+                    break;
+                }
+                holes.next();
+            }
+            if at < end {
+                left.push(at, end);
+            }
+        }
+        left
+    }
+
+    /// Removes up to `bytes_max` bytes from the front and returns them as spans.
+    pub fn take(&mut self, bytes_max: u64) -> Vec<Span> {
+        let mut spans = Vec::new();
+        let mut left = bytes_max;
+        let mut whole = 0;
+        for range in &mut self.0 {
+            let bytes = (range.1 - range.0).min(left);
+            if bytes == 0 {
+                break;
+            }
+            spans.push((range.0, bytes as usize));
+            left -= bytes;
+            range.0 += bytes;
+            if range.0 < range.1 {
+                break;
+            }
+            whole += 1;
+        }
+        self.0.drain(..whole);
+        spans
+    }
+
+    /// The parts of `[start, end)` in this set, as spans.
+    pub fn within(&self, start: u64, end: u64) -> Vec<Span> {
+        let first = self.0.partition_point(|range| range.1 <= start);
+        self.0[first..]
+            .iter()
+            .take_while(|range| range.0 < end)
+            .map(|range| {
+                let from = range.0.max(start);
+                (from, (range.1.min(end) - from) as usize)
+            })
+            .collect()
+    }
+
+    /// The shortest stretch from `from` on that holds `bytes_max` of this set, or all that is
+    /// left.
+    pub fn stretch(&self, from: u64, bytes_max: u64) -> Option<(u64, u64)> {
+        let first = self.0.partition_point(|range| range.1 <= from);
+        let start = self.0.get(first)?.0.max(from);
+        let mut left = bytes_max;
+        let mut end = start;
+        for range in &self.0[first..] {
+            let low = range.0.max(from);
+            end = low + (range.1 - low).min(left);
+            left -= end - low;
+            if left == 0 {
+                break;
+            }
+        }
+        Some((start, end))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn set(ranges: &[(u64, u64)]) -> Ranges {
+        merge_sorted(ranges.to_vec())
+    }
+
+    fn members(ranges: &Ranges) -> std::collections::BTreeSet<u64> {
+        ranges.iter().flat_map(|(start, end)| start..end).collect()
+    }
+
+    #[test]
+    fn a_stretch_counts_only_what_is_there() {
+        let some = set(&[(0, 10), (100, 120)]);
+        assert_eq!(some.stretch(5, 10), Some((5, 105)));
+        assert_eq!(some.stretch(110, 1000), Some((110, 120)));
+        assert_eq!(some.stretch(120, 1), None);
+    }
+
+    proptest! {
+        #[test]
+        fn ranges_behave_like_sets(
+            a in prop::collection::vec((0u64..200, 1u64..20), 0..12),
+            b in prop::collection::vec((0u64..200, 1u64..20), 0..12),
+            bytes in 0u64..100,
+        ) {
+            let ends = |v: Vec<(u64, u64)>| v.into_iter().map(|(s, l)| (s, s + l)).collect();
+            let (a, b) = (merge_sorted(ends(a)), merge_sorted(ends(b)));
+            let (x, y) = (members(&a), members(&b));
+            prop_assert_eq!(members(&a.with(&b)), x.union(&y).copied().collect());
+            prop_assert_eq!(members(&a.without(&b)), x.difference(&y).copied().collect());
+            let mut rest = a.clone();
+            let taken = rest.take(bytes);
+            let taken: u64 = taken.iter().map(|span| span.1 as u64).sum();
+            prop_assert_eq!(taken, bytes.min(a.bytes()));
+            prop_assert_eq!(rest.bytes(), a.bytes() - taken);
+        }
+    }
+}

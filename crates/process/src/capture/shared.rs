@@ -1,0 +1,248 @@
+//! Memory that several processes share: memfds, shared anonymous mappings, SysV segments.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+use hotspare_image::memory::{
+    Backing, PAGE_BYTES, PageOwner, SharedId, SharedKind, SharedMemory,
+};
+use hotspare_kernel::HostPid;
+use hotspare_kernel::proc_maps::MapLine;
+use nix::unistd::Whence;
+
+use super::ranges::{Ranges, merge_sorted};
+use super::space::{Space, Tracked, split_zeroes, tracked};
+use crate::objects::error::{ObjectError, ObjectResult};
+use crate::pages::{Content, PageRun};
+
+/// Device and inode number: what the kernel knows a memory object by.
+pub type Inode = (u64, u64);
+
+/// All shared memory objects of a guest.
+#[derive(Debug, Default)]
+pub struct SharedTable {
+    objects: BTreeMap<Inode, Object>,
+    next: u64,
+}
+
+#[derive(Debug)]
+struct Object {
+    id: SharedId,
+    kind: SharedKind,
+    file: File,
+    /// Changes when the object is written by write(2), truncated or punched.
+    stamp: (u64, i64, i64),
+    data: Ranges,
+    backlog: Ranges,
+    reset: bool,
+    used: bool,
+}
+
+impl SharedTable {
+    /// Forgets which objects are in use; [`SharedTable::note`] says it again.
+    pub fn begin_round(&mut self) {
+        self.objects.values_mut().for_each(|object| object.used = false);
+    }
+
+    /// Drops objects that nothing used since [`SharedTable::begin_round`].
+    pub fn end_round(&mut self) {
+        self.objects.retain(|_, object| object.used);
+    }
+
+    /// The object behind descriptor `file`, entered if it is new. `name` is its link text, such
+    /// as `/memfd:name (deleted)`.
+    pub fn note(&mut self, file: BorrowedFd<'_>, name: &str) -> ObjectResult<SharedId> {
+        let file = File::from(file.try_clone_to_owned().map_err(io("keep shared memory"))?);
+        let found = file.metadata().map_err(io("look at shared memory"))?;
+        let inode = (found.dev(), found.ino());
+        if let Some(object) = self.objects.get_mut(&inode) {
+            object.used = true;
+            return Ok(object.id);
+        }
+        let kind = kind_of(name, found.ino(), found.mode());
+        self.next += 1;
+        let id = SharedId(self.next);
+        let object = Object {
+            id,
+            kind,
+            file,
+            stamp: (0, 0, 0),
+            data: Ranges::default(),
+            backlog: Ranges::default(),
+            reset: true,
+            used: true,
+        };
+        self.objects.insert(inode, object);
+        Ok(id)
+    }
+
+    fn note_mapping(&mut self, pid: HostPid, line: &MapLine) -> ObjectResult<Inode> {
+        let path = format!("/proc/{pid}/map_files/{:x}-{:x}", line.start, line.end);
+        let found = std::fs::metadata(&path).map_err(io("look at a shared mapping"))?;
+        let inode = (found.dev(), found.ino());
+        match self.objects.get_mut(&inode) {
+            Some(object) => object.used = true,
+            None => {
+                let options = File::options().read(true).write(true).open(&path);
+                let file = options.or_else(|_| File::open(&path));
+                let file = file.map_err(io("open a shared mapping"))?;
+                self.note(file.as_fd(), &line.name)?;
+            }
+        }
+        Ok(inode)
+    }
+
+    /// What stands behind a shared-memory mapping.
+    pub fn backing(&mut self, pid: HostPid, line: &MapLine) -> ObjectResult<Backing> {
+        let inode = self.note_mapping(pid, line)?;
+        let object = &self.objects[&inode];
+        Ok(Backing::SharedMemory {
+            object: object.id,
+            offset: line.offset,
+            private: !line.shared,
+            writable: true,
+        })
+    }
+
+    /// Takes what `space` saw written through its shared mappings into the backlog.
+    pub fn take_written(&mut self, pid: HostPid, space: &mut Space) -> ObjectResult<()> {
+        let written = std::mem::take(&mut space.shared_written);
+        for line in space.lines.iter().filter(|line| tracked(line) == Tracked::Shared) {
+            let inode = self.note_mapping(pid, line)?;
+            let Some(object) = self.objects.get_mut(&inode) else { continue };
+            let inside = written.iter().filter(|range| {
+                range.start.0 < line.end && line.start < range.end.0
+            });
+            let offsets = inside.map(|range| {
+                let base = line.offset.wrapping_sub(line.start);
+                (range.start.0.wrapping_add(base), range.end.0.wrapping_add(base))
+            });
+            object.backlog = object.backlog.with(&merge_sorted(offsets.collect()));
+        }
+        Ok(())
+    }
+
+    /// Looks for changes that no mapping shows: write(2), ftruncate(2), fallocate(2). Appends
+    /// discards to `runs`.
+    pub fn scan(&mut self, runs: &mut Vec<PageRun>) -> ObjectResult<()> {
+        for object in self.objects.values_mut() {
+            let found = object.file.metadata().map_err(io("look at shared memory"))?;
+            let stamp = (found.len(), found.ctime(), found.ctime_nsec());
+            let changed = stamp != object.stamp;
+            if !changed && object.backlog.bytes() == 0 {
+                continue;
+            }
+            let data = data_ranges(&object.file, found.len())?;
+            let owner = PageOwner::Shared(object.id);
+            runs.extend(object.data.without(&data).iter().map(|(start, end)| PageRun {
+                owner,
+                start,
+                content: Content::Discard((end - start) / PAGE_BYTES),
+            }));
+            if changed {
+                object.backlog = data.clone();
+                object.stamp = stamp;
+            }
+            object.data = data;
+        }
+        Ok(())
+    }
+
+    /// Pages to copy.
+    pub fn backlog_pages(&self) -> u64 {
+        self.objects.values().map(|object| object.backlog.bytes() / PAGE_BYTES).sum()
+    }
+
+    /// Copies up to `bytes_max` of each object's backlog into `runs`.
+    pub fn copy(&mut self, bytes_max: u64, runs: &mut Vec<PageRun>) -> ObjectResult<()> {
+        for object in self.objects.values_mut() {
+            for (start, length) in object.backlog.take(bytes_max) {
+                object.read(start, length, runs)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Marks everything as to be copied, for a spare that starts from nothing.
+    pub fn rewind(&mut self) {
+        for object in self.objects.values_mut() {
+            object.backlog = object.data.clone();
+            object.reset = true;
+        }
+    }
+
+    /// The objects as a checkpoint lists them.
+    pub fn describe(&mut self) -> Vec<SharedMemory> {
+        self.objects
+            .values_mut()
+            .map(|object| SharedMemory {
+                id: object.id,
+                kind: object.kind.clone(),
+                bytes: object.stamp.0,
+                reset: std::mem::take(&mut object.reset),
+            })
+            .collect()
+    }
+}
+
+impl Object {
+    fn read(&self, start: u64, length: usize, runs: &mut Vec<PageRun>) -> ObjectResult<()> {
+        let mut bytes = vec![0u8; length];
+        let mut done = 0;
+        while done < length {
+            match self.file.read_at(&mut bytes[done..], start + done as u64) {
+                Ok(0) => break,
+                Ok(got) => done += got,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(io("read shared memory")(error)),
+            }
+        }
+        // The last page of an object whose size is odd is whole in memory, zero behind the end.
+        split_zeroes(PageOwner::Shared(self.id), start, &bytes, runs);
+        Ok(())
+    }
+}
+
+fn kind_of(name: &str, inode: u64, mode: u32) -> SharedKind {
+    let bare = name.strip_suffix(" (deleted)").unwrap_or(name);
+    if let Some(memfd) = bare.strip_prefix("/memfd:") {
+        return SharedKind::Memfd { name: memfd.to_owned(), seals: 0, mode: mode & 0o777 };
+    }
+    match bare.strip_prefix("/SYSV").and_then(|key| u32::from_str_radix(key, 16).ok()) {
+        Some(key) => SharedKind::SysV {
+            id: inode as i32,
+            key: key as i32,
+            mode: mode & 0o777,
+            uid: 0,
+            gid: 0,
+        },
+        None => SharedKind::Anonymous,
+    }
+}
+
+/// Ranges of a memory object that hold pages, page aligned.
+fn data_ranges(file: &File, bytes: u64) -> ObjectResult<Ranges> {
+    let mut ranges = Vec::new();
+    let mut at = 0i64;
+    let seek = |at, whence| nix::unistd::lseek(file.as_fd(), at, whence);
+    while (at as u64) < bytes {
+        let start = match seek(at, Whence::SeekData) {
+            Ok(start) => start,
+            Err(nix::errno::Errno::ENXIO) => break,
+            Err(errno) => return Err(io("find shared memory")(errno.into())),
+        };
+        let end = seek(start, Whence::SeekHole).map_err(|errno| {
+            io("find the end of shared memory")(errno.into())
+        })?;
+        let up = (end as u64).div_ceil(PAGE_BYTES) * PAGE_BYTES;
+        ranges.push((start as u64 & !(PAGE_BYTES - 1), up));
+        at = end;
+    }
+    Ok(merge_sorted(ranges))
+}
+
+fn io(what: &'static str) -> impl Fn(std::io::Error) -> ObjectError {
+    move |source| hotspare_kernel::KernelError::Call { verb: what, source }.into()
+}

@@ -1,0 +1,224 @@
+//! Threads of a stopped guest: registers, and what only the thread itself can be asked.
+
+use std::time::Instant;
+
+use hotspare_image::memory::GuestAddr;
+use hotspare_image::tree::{
+    Credentials, QueuedSignal, Restart, Scheduling, Seccomp, SeccompFilter, Thread as ThreadImage,
+};
+use hotspare_kernel::ptrace::{self, Registers, reg};
+use hotspare_kernel::remote::{Call, Detour, Stub};
+use hotspare_kernel::thread_info::{self, Status};
+use hotspare_kernel::{HostPid, memory};
+
+use crate::guest::{Held, Thread};
+use crate::objects::error::{ObjectError, ObjectResult};
+
+const RESTART_BLOCK: i64 = -516;
+const RESTART_SYSCALL: i64 = libc::SYS_restart_syscall;
+
+/// Calls a thread makes about itself; see [`ask`].
+pub const CALLS: usize = 5;
+
+/// Scratch bytes [`ask`] uses.
+pub const SCRATCH: u64 = 64;
+
+/// The calls that tell what cannot be seen from outside, with results in `scratch`.
+pub fn ask(scratch: u64) -> [Call; CALLS] {
+    let get = |what: i32, to: u64| Call::new(libc::SYS_prctl, &[what as u64, to, 0, 0, 0]);
+    [
+        Call::new(libc::SYS_sigaltstack, &[0, scratch]),
+        get(libc::PR_GET_TID_ADDRESS, scratch + 24),
+        get(libc::PR_GET_PDEATHSIG, scratch + 32),
+        get(libc::PR_GET_TIMERSLACK, 0),
+        get(libc::PR_GET_SECUREBITS, 0),
+    ]
+}
+
+/// Answers of [`ask`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Answers {
+    alternate_stack: [u64; 3],
+    clear_tid: u64,
+    parent_death_signal: i32,
+    timer_slack_ns: u64,
+    securebits: u32,
+}
+
+impl Answers {
+    /// Reads them from the stub's memory.
+    pub fn read(calls: &[Call], stub: &Stub, offset: usize) -> ObjectResult<Self> {
+        calls[0].value("read alternate signal stack")?;
+        calls[1].value("read thread address")?;
+        calls[2].value("read parent death signal")?;
+        let word = |index: usize| stub.memory().read_u64(offset + index * 8);
+        Ok(Self {
+            // struct stack_t: ss_sp, ss_flags (int, padded), ss_size.
+            alternate_stack: [word(0), word(1) & 0xffff_ffff, word(2)],
+            clear_tid: word(3),
+            parent_death_signal: word(4) as i32,
+            timer_slack_ns: calls[3].value("read timer slack")?,
+            securebits: calls[4].value("read securebits")? as u32,
+        })
+    }
+}
+
+/// What was read of a thread's registers before it left its road.
+#[derive(Debug)]
+pub struct Visit {
+    /// None for a thread in a job-control stop, which cannot be led off its road.
+    pub(crate) detour: Option<Detour>,
+    registers: Registers,
+    signal_mask: u64,
+    extended: Vec<u8>,
+    rseq: [u64; 4],
+}
+
+impl Visit {
+    /// Reads the registers of a stopped thread and takes it off its road.
+    pub fn begin(tid: HostPid, job_stopped: bool) -> ObjectResult<Self> {
+        let mut extended = Vec::new();
+        ptrace::extended_registers(tid, &mut extended)?;
+        let rseq = ptrace::rseq(tid)?;
+        leave_critical_section(tid, rseq[0])?;
+        if job_stopped {
+            let (registers, signal_mask) = (ptrace::registers(tid)?, ptrace::signal_mask(tid)?);
+            return Ok(Self { detour: None, registers, signal_mask, extended, rseq });
+        }
+        let detour = Detour::begin(tid)?;
+        let (registers, signal_mask) = (*detour.registers(), detour.mask());
+        Ok(Self { detour: Some(detour), registers, signal_mask, extended, rseq })
+    }
+
+    /// Puts the thread back on its road.
+    pub fn put_back(&mut self) -> ObjectResult<()> {
+        self.detour.take().map_or(Ok(()), |detour| Ok(detour.end()?))
+    }
+
+    /// Says what the thread is.
+    pub fn describe(
+        self,
+        thread: &mut Thread,
+        status: &Status,
+        answers: &Answers,
+    ) -> ObjectResult<ThreadImage> {
+        let tid = thread.tid;
+        let restart = note_restart(thread, &self.registers);
+        let (policy, priority, nice, reset_on_fork) = thread_info::scheduling(tid)?;
+        let scheduling =
+            Scheduling { policy, priority, nice, affinity: affinity(tid)?, reset_on_fork };
+        Ok(ThreadImage {
+            tid: thread.guest_tid,
+            registers: self.registers,
+            extended: self.extended,
+            signal_mask: self.signal_mask,
+            pending: pending(thread, status)?,
+            alternate_stack: answers.alternate_stack,
+            robust_list: thread_info::robust_list(tid)?,
+            clear_tid: GuestAddr(answers.clear_tid),
+            rseq: self.rseq,
+            credentials: credentials(status, answers.securebits),
+            name: status.name.clone(),
+            scheduling,
+            seccomp: seccomp(tid, status)?,
+            parent_death_signal: answers.parent_death_signal,
+            timer_slack_ns: answers.timer_slack_ns,
+            io_priority: thread_info::io_priority(tid)?,
+            restart,
+        })
+    }
+}
+
+/// Affinity, empty where the thread may run on every processor of the host.
+fn affinity(tid: HostPid) -> ObjectResult<Vec<u64>> {
+    let mask = thread_info::affinity(tid)?;
+    let allowed: u32 = mask.iter().map(|word| word.count_ones()).sum();
+    let all = std::thread::available_parallelism().map_or(0, |count| count.get() as u32);
+    Ok(if allowed >= all { Vec::new() } else { mask })
+}
+
+fn credentials(status: &Status, securebits: u32) -> Credentials {
+    Credentials {
+        uids: status.uids,
+        gids: status.gids,
+        groups: status.groups.clone(),
+        capabilities: status.capabilities,
+        securebits,
+        no_new_privs: status.no_new_privs,
+    }
+}
+
+fn seccomp(tid: HostPid, status: &Status) -> ObjectResult<Seccomp> {
+    let mut filters = Vec::new();
+    for index in (0..status.seccomp_filters as usize).rev() {
+        let program = ptrace::seccomp_filter(tid, index)?.ok_or_else(|| {
+            ObjectError::refused(format!("thread {tid}"), "its seccomp filter cannot be read")
+        })?;
+        filters.push(SeccompFilter { program, flags: 0 });
+    }
+    Ok(Seccomp { mode: status.seccomp, filters })
+}
+
+fn pending(thread: &Thread, status: &Status) -> ObjectResult<Vec<QueuedSignal>> {
+    let mut all = Vec::new();
+    if let Some(Held::Signal { info, .. }) = &thread.held {
+        all.push(QueuedSignal { siginfo: info.to_vec() });
+    }
+    if status.pending[0] != 0 {
+        let queued = ptrace::queued_signals(thread.tid, false)?;
+        all.extend(queued.into_iter().map(|info| QueuedSignal { siginfo: info.to_vec() }));
+    }
+    Ok(all)
+}
+
+/// The kernel forgets which call it is that `restart_syscall` goes on with, so it is noted at the
+/// first interruption; the arguments stay in the registers.
+fn note_restart(thread: &mut Thread, registers: &Registers) -> Option<Restart> {
+    if registers[reg::RAX] as i64 != RESTART_BLOCK || registers[reg::ORIG_RAX] as i64 == -1 {
+        thread.restart = None;
+        return None;
+    }
+    let call = registers[reg::ORIG_RAX] as i64;
+    let same = |seen: &Registers| {
+        [reg::RIP, reg::RSP, reg::RDI, reg::RSI, reg::RDX, reg::R10, reg::R8, reg::R9]
+            .iter()
+            .all(|&index| seen[index] == registers[index])
+    };
+    let seen = match thread.restart.filter(|seen| same(&seen.registers)) {
+        Some(seen) if call == RESTART_SYSCALL || call == seen.call => seen,
+        _ if call == RESTART_SYSCALL => return None,
+        _ => crate::guest::SeenRestart { registers: *registers, call, since: Instant::now() },
+    };
+    thread.restart = Some(seen);
+    Some(Restart { blocked_ns: seen.since.elapsed().as_nanos() as u64, call: seen.call })
+}
+
+/// A thread stopped inside a restartable sequence would find the sequence forgotten when it comes
+/// back from the stub, so it is sent to the abort handler as the kernel would (rseq(2)).
+fn leave_critical_section(tid: HostPid, rseq: u64) -> ObjectResult<()> {
+    if rseq == 0 {
+        return Ok(());
+    }
+    let section = read_words::<1>(tid, rseq + 8)?[0];
+    if section == 0 {
+        return Ok(());
+    }
+    let [_, start, length, abort] = read_words::<4>(tid, section)?;
+    let mut registers = ptrace::registers(tid)?;
+    if registers[reg::RIP].wrapping_sub(start) < length {
+        registers[reg::RIP] = abort;
+        ptrace::set_registers(tid, &registers)?;
+        memory::write(tid, &[(rseq + 8, 8)], &[0; 8])?;
+    }
+    Ok(())
+}
+
+fn read_words<const N: usize>(tid: HostPid, address: u64) -> ObjectResult<[u64; N]> {
+    let mut bytes = vec![0u8; N * 8];
+    memory::read(tid, &[(address, N * 8)], &mut bytes)?;
+    let mut words = [0; N];
+    for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+        *word = u64::from_ne_bytes(bytes.try_into().expect("eight bytes"));
+    }
+    Ok(words)
+}

@@ -1,0 +1,293 @@
+//! The process tree of a stopped guest.
+
+use std::collections::BTreeMap;
+
+use hotspare_image::Checkpoint;
+use hotspare_image::memory::MmId;
+use hotspare_image::tree::{
+    ClockReading, GuestPid, LiveProcess, Process as ProcessImage, ProcessState,
+    Thread as ThreadImage,
+};
+use hotspare_kernel::remote::{Call, SLOTS, Stub};
+use hotspare_kernel::thread_info::{self, Status};
+use hotspare_kernel::{HostPid, KernelError};
+use nix::time::{ClockId, clock_gettime};
+
+use super::processes::{self, Answers as ProcessAnswers, TimerLine};
+use super::threads::{self, Answers, Visit};
+use super::CheckpointRules;
+use crate::guest::{Guest, Held};
+use crate::objects::error::{ObjectError, ObjectResult};
+
+/// Our init: parent of what has no other.
+const INIT: GuestPid = GuestPid(1);
+
+impl Guest {
+    /// A stopped thread of `pid` that can be led off its road.
+    pub(crate) fn visitable_thread(&self, pid: HostPid) -> ObjectResult<HostPid> {
+        let mut all = self.threads.range(pid..).chain(self.threads.range(..pid));
+        all.find(|(_, thread)| {
+            thread.process == pid
+                && matches!(thread.held, Some(Held::Trap | Held::Signal { .. }))
+        })
+        .map(|(tid, _)| *tid)
+        .ok_or_else(|| {
+            ObjectError::transient(format!("process {pid}"), "stopped by job control, or ending")
+        })
+    }
+
+    /// Captures processes and threads of the stopped guest.
+    pub(crate) fn capture_tree(&mut self) -> ObjectResult<Checkpoint> {
+        let mut processes = Vec::with_capacity(self.processes.len());
+        for pid in self.processes().collect::<Vec<_>>() {
+            processes.push(self.capture_process(pid)?);
+        }
+        processes.extend(self.zombies());
+        let names = nix::sys::utsname::uname()
+            .map_err(|errno| KernelError::from_errno("read host name", errno as i32))?;
+        let text = |name: &std::ffi::OsStr| name.to_string_lossy().into_owned();
+        Ok(Checkpoint {
+            processes: parents_first(processes),
+            clocks: clocks()?,
+            names: (text(names.nodename()), text(names.domainname())),
+            ..Checkpoint::default()
+        })
+    }
+
+    fn capture_process(&mut self, pid: HostPid) -> ObjectResult<ProcessImage> {
+        let status = thread_info::status(pid)?;
+        let mut live = processes::outside(pid, &status)?;
+        live.job_stopped = self.job_stop(pid);
+        live.mm = self.processes.get(&pid).and_then(|p| p.space.as_ref()).map_or(MmId(0), |s| s.id);
+        self.ask_process(pid, &mut live)?;
+        live.threads = self.capture_threads(pid)?;
+        Ok(ProcessImage {
+            pid: GuestPid(status.inner[0]),
+            parent: self.guest_parent(status.parent),
+            group: GuestPid(status.inner[1]),
+            session: GuestPid(status.inner[2]),
+            state: ProcessState::Alive(Box::new(live)),
+            exit_signal: thread_info::stat(pid)?.get(34).map_or(libc::SIGCHLD, |s| *s as i32),
+        })
+    }
+
+    fn job_stop(&self, pid: HostPid) -> Option<i32> {
+        self.threads.values().filter(|thread| thread.process == pid).find_map(|thread| {
+            match thread.held {
+                Some(Held::Group(signal)) => Some(signal),
+                _ => None,
+            }
+        })
+    }
+
+    fn guest_parent(&self, host: i32) -> GuestPid {
+        self.processes.get(&HostPid(host)).map_or(INIT, |process| process.guest_pid)
+    }
+
+    /// Asks a process about itself through its first visitable thread; one that is stopped by job
+    /// control cannot have changed since it last answered.
+    fn ask_process(&mut self, pid: HostPid, live: &mut LiveProcess) -> ObjectResult<()> {
+        let asked = match self.visitable_thread(pid) {
+            Ok(tid) => Some(tid),
+            Err(error) if !self.processes[&pid].cache.answers.is_some() => return Err(error),
+            Err(_) => None,
+        };
+        let Some(process) = self.processes.get_mut(&pid) else { return Ok(()) };
+        if process.cache.exe.is_none() {
+            process.cache.layout = processes::layout(pid)?;
+        }
+        if let (Some(tid), Some(stub)) = (asked, &process.stub) {
+            let timers = processes::posix_timers(pid)?;
+            process.cache.answers = Some(ask_one(stub, tid, &timers)?);
+        }
+        if let Some(answers) = process.cache.answers.clone() {
+            answers.describe(live, &mut process.cache.layout);
+        }
+        Ok(())
+    }
+
+    fn capture_threads(&mut self, pid: HostPid) -> ObjectResult<Vec<ThreadImage>> {
+        let mut tids: Vec<HostPid> = self.threads_of(pid);
+        // The leader first.
+        tids.sort_by_key(|tid| (*tid != pid, *tid));
+        if tids.first() != Some(&pid) {
+            let what = format!("process {pid}");
+            return Err(ObjectError::refused(what, "its first thread has ended before the others"));
+        }
+        let mut images = Vec::with_capacity(tids.len());
+        for wave in tids.chunks(SLOTS) {
+            self.capture_wave(pid, wave, &mut images)?;
+        }
+        Ok(images)
+    }
+
+    fn threads_of(&self, pid: HostPid) -> Vec<HostPid> {
+        let threads = self.threads.values();
+        threads.filter(|thread| thread.process == pid).map(|thread| thread.tid).collect()
+    }
+
+    /// Captures up to [`SLOTS`] threads side by side.
+    fn capture_wave(
+        &mut self,
+        pid: HostPid,
+        wave: &[HostPid],
+        images: &mut Vec<ThreadImage>,
+    ) -> ObjectResult<()> {
+        let mut visits = Vec::with_capacity(wave.len());
+        for tid in wave {
+            let stopped = matches!(self.threads[tid].held, Some(Held::Group(_)));
+            match Visit::begin(*tid, stopped) {
+                Ok(visit) => visits.push(visit),
+                Err(error) => {
+                    put_back(&mut visits);
+                    return Err(error);
+                }
+            }
+        }
+        let Some(stub) = self.processes.get(&pid).and_then(|process| process.stub.as_ref()) else {
+            put_back(&mut visits);
+            return Err(ObjectError::transient(format!("process {pid}"), "it has no stub yet"));
+        };
+        let answers = ask_wave(stub, wave, &visits);
+        put_back(&mut visits);
+        for ((tid, visit), answers) in wave.iter().zip(visits).zip(answers?) {
+            let status = thread_info::status(*tid)?;
+            let Some(thread) = self.threads.get_mut(tid) else { continue };
+            thread.answers = answers.or(thread.answers);
+            let known = thread.answers.ok_or_else(|| {
+                ObjectError::transient(format!("thread {tid}"), "stopped by job control")
+            })?;
+            images.push(visit.describe(thread, &status, &known)?);
+        }
+        Ok(())
+    }
+
+    /// Ended children that their parents have not waited for.
+    fn zombies(&mut self) -> Vec<ProcessImage> {
+        let mut found = Vec::new();
+        let mut gone = Vec::new();
+        for (pid, ended) in &self.ended {
+            match thread_info::status(*pid) {
+                Ok(status) if status.state == b'Z' && self.has_parent(&status) => {
+                    found.push(zombie(&status, ended.status, self.guest_parent(status.parent)));
+                }
+                Ok(_) | Err(_) => gone.push(*pid),
+            }
+        }
+        for pid in gone {
+            self.ended.remove(&pid);
+        }
+        found
+    }
+
+    fn has_parent(&self, status: &Status) -> bool {
+        self.processes.contains_key(&HostPid(status.parent))
+    }
+}
+
+fn zombie(status: &Status, wait_status: i32, parent: GuestPid) -> ProcessImage {
+    ProcessImage {
+        pid: GuestPid(status.inner[0]),
+        parent,
+        group: GuestPid(status.inner[1]),
+        session: GuestPid(status.inner[2]),
+        state: ProcessState::Zombie {
+            wait_status,
+            name: String::from_utf8_lossy(&status.name).into_owned(),
+        },
+        exit_signal: libc::SIGCHLD,
+    }
+}
+
+fn put_back(visits: &mut [Visit]) {
+    for visit in visits {
+        if let Err(error) = visit.put_back() {
+            tracing::debug!(%error, "thread did not come back from its detour");
+        }
+    }
+}
+
+fn ask_one(stub: &Stub, tid: HostPid, timers: &[TimerLine]) -> ObjectResult<ProcessAnswers> {
+    let mut calls = processes::ask(stub.scratch(0), timers);
+    for batch in calls.chunks_mut(hotspare_kernel::remote::CALLS_MAX) {
+        stub.run(tid, 0, batch)?;
+    }
+    ProcessAnswers::read(&calls, timers, stub, Stub::scratch_offset(0))
+}
+
+/// Lets all visited threads answer at the same time.
+fn ask_wave(
+    stub: &Stub,
+    wave: &[HostPid],
+    visits: &[Visit],
+) -> ObjectResult<Vec<Option<Answers>>> {
+    let mut asked: BTreeMap<usize, [Call; threads::CALLS]> = BTreeMap::new();
+    for (slot, (tid, visit)) in wave.iter().zip(visits).enumerate() {
+        if let Some(detour) = &visit.detour {
+            let calls = threads::ask(stub.scratch(slot));
+            stub.start(*tid, slot, detour.registers(), &calls)?;
+            asked.insert(slot, calls);
+        }
+    }
+    let mut answers = vec![None; wave.len()];
+    for (slot, mut calls) in asked {
+        stub.finish(wave[slot], slot, &mut calls)?;
+        answers[slot] = Some(Answers::read(&calls, stub, Stub::scratch_offset(slot))?);
+    }
+    Ok(answers)
+}
+
+/// Orders processes so that a parent comes before its children.
+fn parents_first(processes: Vec<ProcessImage>) -> Vec<ProcessImage> {
+    let mut left: BTreeMap<GuestPid, Vec<ProcessImage>> = BTreeMap::new();
+    for process in processes {
+        left.entry(process.parent).or_default().push(process);
+    }
+    let mut ordered = Vec::new();
+    let mut next = vec![INIT];
+    while let Some(parent) = next.pop() {
+        for process in left.remove(&parent).unwrap_or_default() {
+            next.push(process.pid);
+            ordered.push(process);
+        }
+    }
+    ordered
+}
+
+/// The clocks of the guest's time namespace are those of the host plus an offset that the owner
+/// of the guest knows and adds.
+fn clocks() -> ObjectResult<ClockReading> {
+    let read = |clock| {
+        clock_gettime(clock)
+            .map(|time| time.tv_sec() as u64 * 1_000_000_000 + time.tv_nsec() as u64)
+            .map_err(|errno| KernelError::from_errno("read clock", errno as i32))
+    };
+    Ok(ClockReading {
+        realtime_ns: read(ClockId::CLOCK_REALTIME)?,
+        monotonic_ns: read(ClockId::CLOCK_MONOTONIC)?,
+        boottime_ns: read(ClockId::CLOCK_BOOTTIME)?,
+    })
+}
+
+impl Guest {
+    /// Hands the stopped guest to the keeper of descriptors.
+    pub(crate) fn capture_objects(
+        &self,
+        rules: &mut CheckpointRules<'_>,
+        checkpoint: &mut Checkpoint,
+    ) -> ObjectResult<()> {
+        (rules.objects)(self, checkpoint)
+    }
+
+    /// Reads mapping flags again where mappings changed; to be called while the guest runs.
+    pub fn refresh_flags(&mut self) -> ObjectResult<()> {
+        for process in self.processes.values_mut() {
+            let Some(space) = &process.space else { continue };
+            match process.cache.refresh_flags(process.pid, &space.lines) {
+                Err(ObjectError::Call(error)) if error.is_died() => {}
+                other => other?,
+            }
+        }
+        Ok(())
+    }
+}

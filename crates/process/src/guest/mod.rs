@@ -1,0 +1,165 @@
+//! The running guest: every thread of it, seized by one OS thread of ours.
+//!
+//! [`Guest`] keeps a register of processes and threads and follows ptrace(2) events. While the
+//! guest runs, [`Guest::pump`] must be called often: a thread with an event waits for it.
+//!
+//! ```text
+//!            interrupt, await                     resume
+//!  running ───────────────────▶ Stopped guest ────────────▶ running
+//!     ▲  ▲ pump(): pass signals on, note births, execs, ends     │
+//!     │  └────────────────────────────────────────────────────── ┘
+//! ```
+
+mod register;
+mod stop;
+
+use std::collections::BTreeMap;
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use hotspare_image::memory::MmId;
+use hotspare_kernel::HostPid;
+use hotspare_kernel::news::News;
+use hotspare_kernel::ptrace::{self, Stop, Waited, Whose};
+
+use crate::capture::shared::SharedTable;
+use crate::objects::error::{ObjectError, ObjectResult};
+pub use register::{Ended, Process, Thread};
+pub(crate) use register::SeenRestart;
+pub use stop::Held;
+
+/// A process tree under our hand.
+#[derive(Debug)]
+pub struct Guest {
+    pub(crate) processes: BTreeMap<HostPid, Process>,
+    pub(crate) threads: BTreeMap<HostPid, Thread>,
+    /// Ended processes their parents may not have waited for yet.
+    pub(crate) ended: BTreeMap<HostPid, Ended>,
+    pub(crate) shared: SharedTable,
+    news: News,
+    root: HostPid,
+    root_status: Option<i32>,
+    next_mm: u32,
+}
+
+impl Guest {
+    /// Takes the single-threaded process `root`, which must not run code of its own yet, and all
+    /// it will ever fork. Must be called by the thread that will own the guest.
+    pub fn seize(root: HostPid) -> ObjectResult<Self> {
+        ptrace::seize(root)?;
+        let mut guest = Self::empty(root)?;
+        guest.register(root)?;
+        Ok(guest)
+    }
+
+    /// Takes over a tree whose threads the calling thread already traces, all of them stopped or
+    /// running: the ghost that has been let go. `root` is the process whose end ends the guest.
+    pub fn adopt(root: HostPid, threads: &[HostPid]) -> ObjectResult<Self> {
+        let mut guest = Self::empty(root)?;
+        for tid in threads {
+            guest.register(*tid)?;
+        }
+        Ok(guest)
+    }
+
+    fn empty(root: HostPid) -> ObjectResult<Self> {
+        Ok(Self {
+            processes: BTreeMap::new(),
+            threads: BTreeMap::new(),
+            ended: BTreeMap::new(),
+            shared: SharedTable::default(),
+            news: News::new()?,
+            root,
+            root_status: None,
+            next_mm: 1,
+        })
+    }
+
+    /// Whether any process is left.
+    pub fn is_alive(&self) -> bool {
+        !self.processes.is_empty()
+    }
+
+    /// wait(2) status of the program, once it has ended.
+    pub fn root_status(&self) -> Option<i32> {
+        self.root_status
+    }
+
+    /// Host numbers of the living processes.
+    pub fn processes(&self) -> impl Iterator<Item = HostPid> + '_ {
+        self.processes.keys().copied()
+    }
+
+    /// Number of living threads.
+    pub fn thread_count(&self) -> usize {
+        self.threads.len()
+    }
+
+    pub(crate) fn fresh_mm(&mut self) -> MmId {
+        let id = MmId(self.next_mm);
+        self.next_mm += 1;
+        id
+    }
+
+    /// Handles what there is to handle, then waits up to `limit` for more, for one of `others` to
+    /// become readable, or for the guest's end. Returns which of `others` are readable.
+    pub fn pump(&mut self, others: &[BorrowedFd<'_>], limit: Duration) -> ObjectResult<Vec<bool>> {
+        let deadline = Instant::now() + limit;
+        loop {
+            while self.pump_one()? {}
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || !self.is_alive() {
+                return Ok(self.news.wait(others, Duration::ZERO)?);
+            }
+            let readable = self.news.wait(others, left)?;
+            if readable.contains(&true) {
+                while self.pump_one()? {}
+                return Ok(readable);
+            }
+        }
+    }
+
+    /// Handles one event of the running guest; false if there was none.
+    fn pump_one(&mut self) -> ObjectResult<bool> {
+        match ptrace::wait(Whose::Any, false)? {
+            Waited::Nothing | Waited::NoChildren => Ok(false),
+            Waited::Ended(tid, status) => {
+                self.note_end(tid, status);
+                Ok(true)
+            }
+            Waited::Stopped(tid, stop) => {
+                self.note_stop(tid, stop)?;
+                let resumed = match stop {
+                    Stop::Signal(signal) => ptrace::cont(tid, signal),
+                    Stop::Group(_) => ptrace::listen(tid),
+                    Stop::Interrupted
+                    | Stop::Born { .. }
+                    | Stop::VforkDone
+                    | Stop::Exec { .. }
+                    | Stop::Exiting { .. }
+                    | Stop::Syscall => ptrace::cont(tid, 0),
+                };
+                gone_is_fine(resumed)?;
+                Ok(true)
+            }
+        }
+    }
+
+    /// Ends every process of the guest with SIGKILL.
+    pub fn kill(&self) {
+        for pid in self.processes.keys() {
+            let _ = nix::sys::signal::kill(
+                nix::unistd::Pid::from_raw(pid.0),
+                nix::sys::signal::Signal::SIGKILL,
+            );
+        }
+    }
+}
+
+/// A thread that died meanwhile is an ordinary answer: its end will be reported.
+pub(crate) fn gone_is_fine(result: hotspare_kernel::Result<()>) -> ObjectResult<()> {
+    match result {
+        Err(error) if error.is_died() => Ok(()),
+        other => other.map_err(ObjectError::from),
+    }
+}
