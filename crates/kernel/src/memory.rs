@@ -78,14 +78,15 @@ fn transferred(pid: HostPid, verb: &'static str, got: libc::ssize_t) -> Result<u
 
 /// `/proc/PID/mem`: writes even where the mapping is read-only (private mappings; proc(5)).
 #[derive(Debug)]
-pub struct ProcMem(File);
+pub struct ProcMem(File, HostPid);
 
 impl ProcMem {
     /// Opens the memory of a process that the calling thread traces.
     pub fn open(pid: HostPid) -> Result<Self> {
         let path = format!("/proc/{pid}/mem");
         let file = File::options().read(true).write(true).open(path);
-        file.map(Self).map_err(KernelError::io("open process memory"))
+        let file = file.map_err(KernelError::io("open process memory"))?;
+        Ok(Self(file, pid))
     }
 
     /// Writes all of `source` at `address`.
@@ -95,6 +96,10 @@ impl ProcMem {
 
     /// Fills `target` from `address`.
     pub fn read_exact(&self, address: u64, target: &mut [u8]) -> Result<()> {
-        self.0.read_exact_at(target, address).map_err(KernelError::io("read process memory"))
+        self.0.read_exact_at(target, address).map_err(|source| match source.kind() {
+            // The memory of a process that has ended has no bytes.
+            std::io::ErrorKind::UnexpectedEof => KernelError::Died(self.1),
+            _ => KernelError::Call { verb: "read process memory", source },
+        })
     }
 }

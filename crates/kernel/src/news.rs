@@ -35,7 +35,11 @@ impl News {
 
     /// Waits for news, for one of `others` to become readable, or for `limit` to pass. Returns
     /// which of `others` are readable.
-    pub fn wait(&self, others: &[std::os::fd::BorrowedFd<'_>], limit: Duration) -> Result<Vec<bool>> {
+    pub fn wait(
+        &self,
+        others: &[std::os::fd::BorrowedFd<'_>],
+        limit: Duration,
+    ) -> Result<Vec<bool>> {
         let mut polls = vec![PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
         polls.extend(others.iter().map(|fd| PollFd::new(*fd, PollFlags::POLLIN)));
         match ppoll(&mut polls, Some(TimeSpec::from_duration(limit)), None) {
@@ -46,6 +50,3 @@ impl News {
         Ok(polls[1..].iter().map(|poll| poll.any().unwrap_or(false)).collect())
     }
 }
-
-
-

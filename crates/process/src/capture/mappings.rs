@@ -1,7 +1,7 @@
 //! From lines of `/proc/PID/maps` to an [`AddressSpace`].
 
-use hotspare_image::memory::{AddressSpace, Backing, GuestRange, Layout, MappedFile, Mapping};
 use hotspare_image::memory::mapping_flags as flag;
+use hotspare_image::memory::{AddressSpace, Backing, GuestRange, Layout, MappedFile, Mapping};
 use hotspare_image::tree::HostPath;
 use hotspare_kernel::HostPid;
 use hotspare_kernel::proc_maps::{self, Flags, MapLine};
@@ -27,7 +27,8 @@ impl ProcessCache {
     /// Reads again what madvise(2) and mlock(2) leave in no line of maps, if the mappings changed.
     /// Slow, so not while the guest is stopped: such flags reach the spare an epoch late.
     pub(crate) fn refresh_flags(&mut self, pid: HostPid, lines: &[MapLine]) -> ObjectResult<()> {
-        let ranges: Vec<_> = lines.iter().map(|line| GuestRange::new(line.start, line.end)).collect();
+        let ranges: Vec<_> =
+            lines.iter().map(|line| GuestRange::new(line.start, line.end)).collect();
         if ranges != self.flags_of {
             self.flags = proc_maps::flags(pid)?;
             self.flags_of = ranges;
@@ -107,11 +108,9 @@ fn mapped_file(line: &MapLine) -> MappedFile {
             unlinked_inode: Some(line.inode),
             open_file: None,
         },
-        None => MappedFile {
-            path: HostPath(line.name.clone()),
-            unlinked_inode: None,
-            open_file: None,
-        },
+        None => {
+            MappedFile { path: HostPath(line.name.clone()), unlinked_inode: None, open_file: None }
+        }
     }
 }
 

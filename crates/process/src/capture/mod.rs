@@ -16,6 +16,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use hotspare_image::Checkpoint;
+use hotspare_image::tree::GuestPid;
 use hotspare_kernel::remote::{Call, Stub, vdso_syscall};
 use hotspare_kernel::userfaultfd::WriteTracker;
 use hotspare_kernel::{HostPid, pidfd, proc_maps};
@@ -142,13 +143,18 @@ impl Guest {
         private.map(Space::populated_pages).sum()
     }
 
-    /// Finds what was written since the last scan, while the guest runs.
+    /// Finds what was written since the last scan, while the guest runs. Processes that end or
+    /// call execve meanwhile are left to the next stop.
     pub fn scan(&mut self) -> ObjectResult<()> {
         for pid in self.processes().collect::<Vec<_>>() {
-            match self.scan_process(pid) {
-                Err(ObjectError::Call(error)) if error.is_died() => {}
-                other => other?,
-            }
+            passing(self.scan_process(pid))?;
+        }
+        Ok(())
+    }
+
+    fn scan_stopped(&mut self) -> ObjectResult<()> {
+        for pid in self.processes().collect::<Vec<_>>() {
+            self.scan_process(pid)?;
         }
         Ok(())
     }
@@ -157,10 +163,7 @@ impl Guest {
     pub fn precopy(&mut self, bytes_max: u64, runs: &mut Vec<PageRun>) -> ObjectResult<()> {
         for process in self.processes.values_mut() {
             let Some(space) = process.space.as_mut() else { continue };
-            match space.copy(bytes_max, runs) {
-                Err(ObjectError::Call(error)) if error.is_died() => {}
-                other => other?,
-            }
+            passing(space.copy(bytes_max, runs))?;
         }
         self.shared.copy(bytes_max, runs)
     }
@@ -177,10 +180,7 @@ impl Guest {
             let from = if pid.0 == cursor.pid { cursor.address } else { 0 };
             let Some(space) = process.space.as_mut() else { continue };
             let Some(stretch) = space.base_stretch(from, bytes_max) else { continue };
-            match space.copy_base(stretch, runs) {
-                Err(ObjectError::Call(error)) if error.is_died() => {}
-                other => other?,
-            }
+            passing(space.copy_base(stretch, runs))?;
             return Ok(Some(BaseCursor { pid: pid.0, address: stretch.end.0 }));
         }
         Ok(None)
@@ -235,7 +235,7 @@ impl Guest {
         let mut runs = Vec::new();
         self.prepare_stopped()?;
         self.shared.begin_round();
-        self.scan()?;
+        self.scan_stopped()?;
         self.shared.scan(&mut runs)?;
         parts.scan = clock.lap();
         if self.backlog_pages() > backlog_max {
@@ -252,6 +252,28 @@ impl Guest {
         parts.during = clock.lap();
         self.commit_round();
         Ok(Some(Captured { checkpoint, runs, parts: PauseParts::default() }))
+    }
+
+    /// Stops the guest, runs `look`, lets it go on.
+    pub fn freeze<T>(&mut self, look: impl FnOnce(&mut Self) -> T) -> ObjectResult<T> {
+        self.stop_all()?;
+        let seen = look(self);
+        self.resume_all()?;
+        Ok(seen)
+    }
+
+    /// Describes the stopped guest without descriptors, and without taking anything as told; only
+    /// within [`Guest::freeze`].
+    pub fn describe_stopped(&mut self) -> ObjectResult<Checkpoint> {
+        let mut checkpoint = self.capture_tree()?;
+        self.capture_spaces(&mut checkpoint)?;
+        Ok(checkpoint)
+    }
+
+    /// Host number of a process of the guest.
+    pub fn host_pid(&self, pid: GuestPid) -> Option<HostPid> {
+        let mut all = self.processes.values();
+        all.find(|process| process.guest_pid == pid).map(|process| process.pid)
     }
 
     /// What was told as new has been told.
@@ -279,6 +301,15 @@ impl Guest {
 pub struct CheckpointRules<'a> {
     /// Captures descriptors; see `objects::table`.
     pub objects: &'a mut dyn FnMut(&Guest, &mut Checkpoint) -> ObjectResult<()>,
+}
+
+/// Of a running guest, processes that went away meanwhile are no error.
+pub(crate) fn passing(result: ObjectResult<()>) -> ObjectResult<()> {
+    match result {
+        Err(ObjectError::Transient { .. }) => Ok(()),
+        Err(ObjectError::Call(error)) if error.is_died() => Ok(()),
+        other => other,
+    }
 }
 
 /// Measures consecutive stretches of time.

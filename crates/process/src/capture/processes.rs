@@ -254,4 +254,3 @@ pub fn layout(pid: HostPid) -> ObjectResult<Layout> {
         .map_err(KernelError::io("read auxiliary vector"))?;
     Ok(Layout { words, auxv, ..Layout::default() })
 }
-

@@ -5,9 +5,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use hotspare_image::memory::{
-    Backing, PAGE_BYTES, PageOwner, SharedId, SharedKind, SharedMemory,
-};
+use hotspare_image::memory::{Backing, PAGE_BYTES, PageOwner, SharedId, SharedKind, SharedMemory};
 use hotspare_kernel::HostPid;
 use hotspare_kernel::proc_maps::MapLine;
 use nix::unistd::Whence;
@@ -112,9 +110,8 @@ impl SharedTable {
         for line in space.lines.iter().filter(|line| tracked(line) == Tracked::Shared) {
             let inode = self.note_mapping(pid, line)?;
             let Some(object) = self.objects.get_mut(&inode) else { continue };
-            let inside = written.iter().filter(|range| {
-                range.start.0 < line.end && line.start < range.end.0
-            });
+            let inside =
+                written.iter().filter(|range| range.start.0 < line.end && line.start < range.end.0);
             let offsets = inside.map(|range| {
                 let base = line.offset.wrapping_sub(line.start);
                 (range.start.0.wrapping_add(base), range.end.0.wrapping_add(base))
@@ -233,9 +230,8 @@ fn data_ranges(file: &File, bytes: u64) -> ObjectResult<Ranges> {
             Err(nix::errno::Errno::ENXIO) => break,
             Err(errno) => return Err(io("find shared memory")(errno.into())),
         };
-        let end = seek(start, Whence::SeekHole).map_err(|errno| {
-            io("find the end of shared memory")(errno.into())
-        })?;
+        let end = seek(start, Whence::SeekHole)
+            .map_err(|errno| io("find the end of shared memory")(errno.into()))?;
         let up = (end as u64).div_ceil(PAGE_BYTES) * PAGE_BYTES;
         ranges.push((start as u64 & !(PAGE_BYTES - 1), up));
         at = end;

@@ -338,8 +338,8 @@ pub(crate) fn split_zeroes(owner: PageOwner, start: u64, bytes: &[u8], runs: &mu
 
 fn is_zero(page: &[u8]) -> bool {
     page.chunks_exact(64).all(|line| {
-        line.chunks_exact(8).fold(0u64, |all, word| {
-            all | u64::from_ne_bytes(word.try_into().expect("eight bytes"))
-        }) == 0
+        line.chunks_exact(8)
+            .fold(0u64, |all, word| all | u64::from_ne_bytes(word.try_into().expect("eight bytes")))
+            == 0
     })
 }

@@ -13,9 +13,9 @@ use hotspare_kernel::thread_info::{self, Status};
 use hotspare_kernel::{HostPid, KernelError};
 use nix::time::{ClockId, clock_gettime};
 
+use super::CheckpointRules;
 use super::processes::{self, Answers as ProcessAnswers, TimerLine};
 use super::threads::{self, Answers, Visit};
-use super::CheckpointRules;
 use crate::guest::{Guest, Held};
 use crate::objects::error::{ObjectError, ObjectResult};
 
@@ -27,8 +27,7 @@ impl Guest {
     pub(crate) fn visitable_thread(&self, pid: HostPid) -> ObjectResult<HostPid> {
         let mut all = self.threads.range(pid..).chain(self.threads.range(..pid));
         all.find(|(_, thread)| {
-            thread.process == pid
-                && matches!(thread.held, Some(Held::Trap | Held::Signal { .. }))
+            thread.process == pid && matches!(thread.held, Some(Held::Trap | Held::Signal { .. }))
         })
         .map(|(tid, _)| *tid)
         .ok_or_else(|| {
@@ -72,11 +71,11 @@ impl Guest {
     }
 
     fn job_stop(&self, pid: HostPid) -> Option<i32> {
-        self.threads.values().filter(|thread| thread.process == pid).find_map(|thread| {
-            match thread.held {
-                Some(Held::Group(signal)) => Some(signal),
-                _ => None,
-            }
+        self.threads.values().filter(|thread| thread.process == pid).find_map(|thread| match thread
+            .held
+        {
+            Some(Held::Group(signal)) => Some(signal),
+            _ => None,
         })
     }
 
@@ -89,7 +88,7 @@ impl Guest {
     fn ask_process(&mut self, pid: HostPid, live: &mut LiveProcess) -> ObjectResult<()> {
         let asked = match self.visitable_thread(pid) {
             Ok(tid) => Some(tid),
-            Err(error) if !self.processes[&pid].cache.answers.is_some() => return Err(error),
+            Err(error) if self.processes[&pid].cache.answers.is_none() => return Err(error),
             Err(_) => None,
         };
         let Some(process) = self.processes.get_mut(&pid) else { return Ok(()) };
@@ -216,11 +215,7 @@ fn ask_one(stub: &Stub, tid: HostPid, timers: &[TimerLine]) -> ObjectResult<Proc
 }
 
 /// Lets all visited threads answer at the same time.
-fn ask_wave(
-    stub: &Stub,
-    wave: &[HostPid],
-    visits: &[Visit],
-) -> ObjectResult<Vec<Option<Answers>>> {
+fn ask_wave(stub: &Stub, wave: &[HostPid], visits: &[Visit]) -> ObjectResult<Vec<Option<Answers>>> {
     let mut asked: BTreeMap<usize, [Call; threads::CALLS]> = BTreeMap::new();
     for (slot, (tid, visit)) in wave.iter().zip(visits).enumerate() {
         if let Some(detour) = &visit.detour {
@@ -283,10 +278,7 @@ impl Guest {
     pub fn refresh_flags(&mut self) -> ObjectResult<()> {
         for process in self.processes.values_mut() {
             let Some(space) = &process.space else { continue };
-            match process.cache.refresh_flags(process.pid, &space.lines) {
-                Err(ObjectError::Call(error)) if error.is_died() => {}
-                other => other?,
-            }
+            super::passing(process.cache.refresh_flags(process.pid, &space.lines))?;
         }
         Ok(())
     }

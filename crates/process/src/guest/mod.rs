@@ -24,8 +24,8 @@ use hotspare_kernel::ptrace::{self, Stop, Waited, Whose};
 
 use crate::capture::shared::SharedTable;
 use crate::objects::error::{ObjectError, ObjectResult};
-pub use register::{Ended, Process, Thread};
 pub(crate) use register::SeenRestart;
+pub use register::{Ended, Process, Thread};
 pub use stop::Held;
 
 /// A process tree under our hand.

@@ -72,6 +72,8 @@ impl Guest {
             return Ok(());
         }
         let status = match thread_info::status(tid) {
+            // The end of a child may be reported before its birth.
+            Ok(status) if matches!(status.state, b'Z' | b'X') => return Ok(()),
             Ok(status) => status,
             Err(error) if error.is_died() => return Ok(()),
             Err(error) => return Err(error.into()),

@@ -1,0 +1,201 @@
+//! Capture of real programs: what the runs rebuild is what the guest holds.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use hotspare_image::memory::{Backing, MmId, PAGE_BYTES, PageOwner};
+use hotspare_image::tree::ProcessState;
+use hotspare_kernel::HostPid;
+use hotspare_kernel::memory::ProcMem;
+use hotspare_kernel::pagemap::{Pagemap, Query, category};
+use hotspare_process::capture::{Captured, CheckpointRules};
+use hotspare_process::guest::Guest;
+use hotspare_process::objects::error::ObjectError;
+use hotspare_process::pages::{Content, PageRun};
+
+/// A program that waits for a line before it begins, so that it can be seized first.
+fn begin(script: &str) -> Guest {
+    let mut child = Command::new("sh")
+        .args(["-c", &format!("read go; {script}")])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("spawns");
+    let guest = Guest::seize(HostPid(child.id() as i32)).expect("seizes");
+    child.stdin.as_mut().expect("has stdin").write_all(b"go\n").expect("writes");
+    guest
+}
+
+fn end(mut guest: Guest) {
+    guest.kill();
+    while guest.is_alive() {
+        guest.pump(&[], Duration::from_millis(20)).expect("pumps");
+    }
+}
+
+/// What a spare would hold.
+#[derive(Default)]
+struct Model(BTreeMap<(PageOwner, u64), Vec<u8>>);
+
+impl Model {
+    fn apply(&mut self, captured: Captured, earlier: Vec<PageRun>) {
+        for run in earlier.into_iter().chain(captured.runs) {
+            for page in 0..run.pages() {
+                let key = (run.owner, run.start + page * PAGE_BYTES);
+                let at = (page * PAGE_BYTES) as usize;
+                match &run.content {
+                    Content::Bytes(bytes) => {
+                        self.0.insert(key, bytes[at..at + PAGE_BYTES as usize].to_vec());
+                    }
+                    Content::Zero(_) | Content::Discard(_) => drop(self.0.remove(&key)),
+                }
+            }
+        }
+    }
+
+    fn compare(&self, mm: MmId, pid: HostPid, start: u64, end: u64) -> usize {
+        let mut pagemap = Pagemap::open(pid).expect("opens");
+        let mut regions = Vec::new();
+        let any_of = category::PRESENT | category::SWAPPED;
+        let report = any_of | category::ZERO;
+        let query = Query { any_of, report, ..Query::default() };
+        pagemap.scan(start, end, query, &mut regions).expect("scans");
+        let memory = ProcMem::open(pid).expect("opens");
+        let mut page = vec![0u8; PAGE_BYTES as usize];
+        let mut compared = 0;
+        let mut wanted = self.0.range((PageOwner::Mm(mm), start)..(PageOwner::Mm(mm), end)).count();
+        for region in regions {
+            for at in (region.start..region.end).step_by(PAGE_BYTES as usize) {
+                memory.read_exact(at, &mut page).expect("reads");
+                let zero = page.iter().all(|byte| *byte == 0);
+                match self.0.get(&(PageOwner::Mm(mm), at)) {
+                    Some(held) => {
+                        assert!(*held == page, "page {at:#x} of {mm:?} differs");
+                        wanted -= 1;
+                    }
+                    None => assert!(zero, "page {at:#x} of {mm:?} is missing"),
+                }
+                compared += 1;
+            }
+        }
+        assert_eq!(wanted, 0, "pages held that the guest does not have");
+        compared
+    }
+}
+
+/// Takes `count` checkpoints, comparing the model with the guest inside each pause.
+fn compare_checkpoints(guest: &mut Guest, count: usize) -> usize {
+    let mut model = Model::default();
+    let mut compared = 0;
+    let mut taken = 0;
+    while taken < count {
+        guest.pump(&[], Duration::from_millis(7)).expect("pumps");
+        match guest.prepare() {
+            Ok(()) => {}
+            Err(ObjectError::Transient { .. }) => continue,
+            Err(error) => panic!("{error}"),
+        }
+        let mut early = Vec::new();
+        guest.scan().expect("scans");
+        guest.precopy(1 << 30, &mut early).expect("copies");
+        let mut rules = CheckpointRules { objects: &mut |_, _| Ok(()) };
+        let captured = match guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(())) {
+            Ok(Some(captured)) => captured,
+            Ok(None) | Err(ObjectError::Transient { .. }) => {
+                // What was copied early belongs to this epoch all the same.
+                model.apply(empty(), early);
+                continue;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        taken += 1;
+        model.apply(captured, early);
+    }
+    // A last checkpoint with nothing running afterwards.
+    let mut early = Vec::new();
+    guest
+        .freeze(|guest| {
+            guest.scan().expect("scans");
+            guest.precopy(u64::MAX, &mut early).expect("copies");
+            model.apply(empty(), std::mem::take(&mut early));
+            let captured = guest.describe_stopped().expect("describes");
+            for space in &captured.spaces {
+                let process = captured.processes.iter().find(|process| {
+                matches!(&process.state, ProcessState::Alive(live) if live.mm == space.id)
+            });
+                let inner = process.expect("has a process").pid;
+                let pid = guest.host_pid(inner).expect("is alive");
+                for mapping in &space.mappings {
+                    if matches!(mapping.backing, Backing::Anonymous) {
+                        let range = mapping.range;
+                        compared += model.compare(space.id, pid, range.start.0, range.end.0);
+                    }
+                }
+            }
+        })
+        .expect("freezes");
+    compared
+}
+
+fn empty() -> Captured {
+    Captured { checkpoint: Default::default(), runs: Vec::new(), parts: Default::default() }
+}
+
+const CHURN: &str = r#"
+import mmap, os, random, threading, ctypes
+random.seed(int(os.environ.get("SEED", "1")))
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p] + [ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+libc.mremap.restype = ctypes.c_void_p
+libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+P = 4096
+areas = []
+def churn():
+    while True:
+        what = random.randrange(7)
+        if what == 0 or not areas:
+            n = random.randrange(1, 64)
+            areas.append([libc.mmap(None, n * P, 3, 0x22, -1, 0), n])
+            continue
+        area = random.choice(areas)
+        a, n = area
+        page = random.randrange(n)
+        if what in (1, 2):
+            for _ in range(8):
+                ctypes.memset(a + random.randrange(n) * P + random.randrange(P), random.randrange(256), 1)
+        elif what == 3:
+            libc.madvise(a + page * P, random.randrange(1, n - page + 1) * P, 4)
+        elif what == 4 and len(areas) > 20:
+            libc.munmap(a, n * P); areas.remove(area)
+        elif what == 5:
+            m = random.randrange(1, 64)
+            area[0] = libc.mremap(a, n * P, m * P, 1); area[1] = m
+        elif what == 6:
+            libc.mprotect(a + page * P, P, 1); libc.mprotect(a + page * P, P, 3)
+churn()
+"#;
+
+#[test]
+fn what_the_runs_rebuild_is_what_the_guest_holds() {
+    let seed = std::process::id();
+    println!("SEED={seed}");
+    let script = format!("SEED={seed} exec /usr/bin/python3 -c '{CHURN}'");
+    let mut guest = begin(&script);
+    let compared = compare_checkpoints(&mut guest, 60);
+    assert!(compared > 500, "{compared} pages compared");
+    end(guest);
+}
+
+#[test]
+fn children_that_come_and_go_do_not_disturb_the_capture() {
+    let mut guest = begin("while :; do /bin/true; x=$(echo a | cat); done");
+    let compared = compare_checkpoints(&mut guest, 60);
+    assert!(compared > 0, "no page compared");
+    end(guest);
+}
