@@ -11,6 +11,7 @@ mod apply;
 mod change_set;
 mod error;
 mod extents;
+mod identity;
 mod initial_copy;
 mod log;
 mod mount;
@@ -21,6 +22,7 @@ mod tree;
 
 pub use change_set::ChangeSet;
 pub use error::FilesError;
+pub use identity::{Difference, Identities, Mismatch, list_files};
 pub use initial_copy::InitialCopy;
 pub use log::LogLimits;
 pub use replicated::{ReplicatedDir, Role};
