@@ -18,7 +18,8 @@ static void *worker(void *argument) {
     SYS(setpriority(PRIO_PROCESS, (id_t)gettid(), wanted[i].nice));
     SYS(syscall(SYS_ioprio_set, 1, 0, wanted[i].io));
     // A kernel may keep real-time scheduling from a group; then that thread stays as it is.
-    int policy = sched_setscheduler(0, wanted[i].policy, &priority) ? SCHED_OTHER : wanted[i].policy;
+    bool refused = sched_setscheduler(0, wanted[i].policy, &priority);
+    int policy = refused ? SCHED_OTHER : wanted[i].policy;
     cpu_set_t all, one, got;
     SYS(sched_getaffinity(0, sizeof all, &all));
     int nth = (int)i % CPU_COUNT(&all), cpu = 0;
