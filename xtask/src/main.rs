@@ -1,7 +1,9 @@
 //! The one door: `cargo xtask …`.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod ci;
+mod fuzz;
 mod guests;
 mod kills;
 mod tidy;
@@ -32,6 +34,11 @@ enum Task {
     Guests(guests::GuestArguments),
     /// Kills real programs at random instants
     Kills(kills::KillArguments),
+    /// Damages streams and feeds them to the decoder
+    Fuzz(fuzz::FuzzArguments),
+    /// Measures
+    #[command(subcommand)]
+    Bench(bench::Bench),
 }
 
 fn main() -> ExitCode {
@@ -52,6 +59,8 @@ fn run(task: Task) -> Result<()> {
         Task::Ci(arguments) => ci::ci(&arguments),
         Task::Guests(arguments) => guests::guests(&arguments),
         Task::Kills(arguments) => kills::kills(&arguments),
+        Task::Fuzz(arguments) => fuzz::fuzz(&arguments),
+        Task::Bench(bench) => bench::bench(&bench),
     }
 }
 

@@ -112,7 +112,8 @@ fn play(options: &DemoOptions, out: &mut dyn Write) -> Result<DemoResult, DemoEr
     let lab = Lab::new(2)?;
     let service_cidr = Some(SERVICE_CIDR.to_owned());
     let binary = options.hotspare.clone();
-    let engine = Engine { binary, epoch: options.epoch, service_cidr, replicated: vec![] };
+    let engine =
+        Engine { binary, epoch: options.epoch, service_cidr, replicated: vec![], more: vec![] };
     let spare = engine.spare(lab.host(1))?;
     let primary = engine.run(lab.host(0), &[lab.host(1)], &redis())?;
 

@@ -187,6 +187,7 @@ fn moved<'a>(
         epoch: mode.epoch(),
         service_cidr: None,
         replicated: vec![WORK_DIR.to_owned()],
+        more: vec![],
     };
     let spare = engine.spare(lab.host(1))?;
     let primary = engine.run(lab.host(0), &[lab.host(1)], command)?;

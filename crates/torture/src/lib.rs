@@ -3,6 +3,7 @@
 //! [`lab`] makes hosts out of namespaces on this machine; tests, demo and benches all use it.
 #![forbid(unsafe_code)]
 
+pub mod bench;
 pub mod clients;
 pub mod clock;
 pub mod demo;

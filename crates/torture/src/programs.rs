@@ -200,7 +200,7 @@ pub fn run_with_failover(
     let (primary_host, spare_host) = (stage.lab.host(0), stage.lab.host(1));
     let replicated = program.writes.then(|| WORK_DIR.to_owned()).into_iter().collect();
     let service_cidr = Some(SERVICE_CIDR.to_owned());
-    let engine = Engine { binary, epoch, service_cidr, replicated };
+    let engine = Engine { binary, epoch, service_cidr, replicated, more: vec![] };
     let mut watch = program.check.rehearse(&stage)?;
     let spare = engine.spare(spare_host)?;
     let primary = engine.run(primary_host, &[spare_host], &program.command)?;

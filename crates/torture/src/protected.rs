@@ -88,6 +88,8 @@ pub struct Engine {
     pub service_cidr: Option<String>,
     /// Directories to replicate.
     pub replicated: Vec<String>,
+    /// More arguments of `run`.
+    pub more: Vec<String>,
 }
 
 impl Engine {
@@ -130,7 +132,7 @@ impl Engine {
         for path in &self.replicated {
             command.arg("--files").arg(format!("replicate:{path}"));
         }
-        host.spawn(command.arg("--").args(guest))
+        host.spawn(command.args(&self.more).arg("--").args(guest))
     }
 
     /// Waits until a spare could take over from `primary`.

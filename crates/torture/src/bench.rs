@@ -1,0 +1,250 @@
+//! `cargo xtask bench pause`: how long checkpoints stop a Redis, part by part, and what they cost
+//! its clients, over its size and its load.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use crate::Lab;
+use crate::clients::{ClientError, Connection, LaneRecord, Load, Outcome, Pace, Protocol, Session};
+use crate::clock::{Instant, millis};
+use crate::dice::Dice;
+use crate::lab::{LabError, Process, SERVICE_CIDR, SERVICE_V4};
+use crate::protected::{Engine, HANG, wait_for_service};
+
+const PORT: u16 = 6379;
+const VALUE_BYTES: usize = 72;
+/// Filling ten million keys and shipping them to a spare.
+const FILL_AT_MOST: Duration = Duration::from_secs(600);
+
+/// One measurement.
+#[derive(Clone, Debug)]
+pub struct PauseBench {
+    /// The `hotspare` program; without, Redis runs unprotected, as the measure of throughput.
+    pub hotspare: Option<PathBuf>,
+    /// More arguments of `hotspare run`, such as `--stop-and-copy`.
+    pub more: Vec<String>,
+    /// Keys of 72 bytes.
+    pub keys: u64,
+    /// Part of requests that are writes.
+    pub writes: f64,
+    /// Requests a second; `None` is as fast as replies come.
+    pub rate_per_s: Option<f64>,
+    /// Between two checkpoints.
+    pub epoch: Duration,
+    /// How long is measured.
+    pub length: Duration,
+}
+
+/// Median, 99th percentile and maximum.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Spread {
+    /// Half are no more.
+    pub p50: f64,
+    /// 99 % are no more.
+    pub p99: f64,
+    /// All are no more.
+    pub max: f64,
+    /// How many there were.
+    pub count: usize,
+}
+
+impl Spread {
+    /// Of these values; all zero if there are none.
+    pub fn of(mut values: Vec<f64>) -> Spread {
+        values.sort_by(f64::total_cmp);
+        let at = |part: f64| {
+            let last = values.len().saturating_sub(1);
+            values.get((last as f64 * part).round() as usize).copied().unwrap_or_default()
+        };
+        Spread { p50: at(0.5), p99: at(0.99), max: at(1.0), count: values.len() }
+    }
+}
+
+/// What was measured.
+#[derive(Clone, Debug, Default)]
+pub struct PauseResult {
+    /// Every number of the `epoch` events: pause and parts in µs, bytes, pages, by name.
+    pub epochs: BTreeMap<String, Spread>,
+    /// Replies a second.
+    pub replies_per_s: f64,
+    /// Latency of replies in ms, from when they were due.
+    pub latency_ms: Spread,
+}
+
+/// Runs one measurement in a lab of its own.
+pub fn pause(bench: &PauseBench) -> Result<PauseResult, LabError> {
+    let lab = Lab::new(2)?;
+    let service_cidr = Some(SERVICE_CIDR.to_owned());
+    let (_spare, primary) = match &bench.hotspare {
+        Some(binary) => {
+            let (binary, epoch) = (binary.clone(), bench.epoch);
+            let engine = Engine {
+                binary,
+                epoch,
+                service_cidr,
+                replicated: vec![],
+                more: bench.more.clone(),
+            };
+            let spare = engine.spare(lab.host(1))?;
+            (Some(spare), engine.run(lab.host(0), &[lab.host(1)], &redis())?)
+        }
+        None => {
+            lab.host(0).add_address(SERVICE_CIDR)?;
+            let redis = redis();
+            (None, lab.host(0).spawn(Command::new(&redis[0]).args(&redis[1..]))?)
+        }
+    };
+    wait_for_service(lab.client(), (SERVICE_V4, PORT).into(), HANG)?;
+    fill(&lab, bench.keys)?;
+    let whole = Instant::now();
+    if bench.hotspare.is_some() {
+        epoch_after(&primary, whole)?;
+    }
+    let pace = Pace {
+        rate_per_s: bench.rate_per_s.unwrap_or(1e9),
+        lanes: 8,
+        reply_at_most: HANG,
+        ..Pace::default()
+    };
+    let sessions = (0..pace.lanes as u64).map(|lane| Mix::new(bench, lane)).collect();
+    let load = Load::start(lab.client(), (SERVICE_V4, PORT).into(), pace, sessions, HANG);
+    let start = Instant::now();
+    (start + bench.length).sleep_until();
+    let end = Instant::now();
+    Ok(result(&load.finish(), &primary, (start, end)))
+}
+
+fn redis() -> Vec<String> {
+    let port = PORT.to_string();
+    let words = ["redis-server", "--port", &port, "--bind", "*", "-::*", "--save", ""];
+    let more = ["--appendonly", "no", "--protected-mode", "no", "--enable-debug-command", "yes"];
+    words.iter().chain(&more).map(|word| (*word).to_owned()).collect()
+}
+
+/// Redis fills itself, as fast as it can.
+fn fill(lab: &Lab, keys: u64) -> Result<(), LabError> {
+    let populate = move || {
+        let mut connection = Connection::open((SERVICE_V4, PORT).into(), HANG, FILL_AT_MOST)?;
+        let command = format!("DEBUG POPULATE {keys} key {VALUE_BYTES}\r\n");
+        connection.send(command.as_bytes())?;
+        match connection.line()? {
+            b"+OK" => Ok(()),
+            line => Err(ClientError::Wrong(String::from_utf8_lossy(line).into_owned())),
+        }
+    };
+    let filled = lab.client().inside(populate);
+    filled.map_err(|error| LabError::Io {
+        doing: format!("fill Redis with {keys} keys"),
+        source: std::io::Error::other(error),
+    })
+}
+
+/// Waits for a checkpoint that was begun after `instant`: two commits later at the latest.
+fn epoch_after(primary: &Process, instant: Instant) -> Result<(), LabError> {
+    let mut later = 0;
+    let found = primary.stdout().find(FILL_AT_MOST, |line| {
+        later += usize::from(line.at > instant && numbers(&line.text).is_some());
+        (later == 3).then_some(())
+    });
+    let what = "a checkpoint of the filled Redis".to_owned();
+    found.ok_or(LabError::Deadline { what, waited: FILL_AT_MOST })
+}
+
+/// The numbers of an `epoch` event.
+fn numbers(line: &str) -> Option<Vec<(String, f64)>> {
+    let value: serde_json::Value = serde_json::from_str(line).ok()?;
+    let members = value.as_object()?;
+    (members.get("event")?.as_str()? == "epoch").then_some(())?;
+    Some(members.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect())
+}
+
+fn result(
+    lanes: &[LaneRecord<Mix>],
+    primary: &Process,
+    (start, end): (Instant, Instant),
+) -> PauseResult {
+    let mut values: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+    for line in primary.stdout().lines() {
+        if (start..end).contains(&line.at) {
+            for (name, value) in numbers(&line.text).unwrap_or_default() {
+                values.entry(name).or_default().push(value);
+            }
+        }
+    }
+    let replies = lanes.iter().flat_map(|lane| &lane.replies);
+    let good = replies
+        .filter(|reply| reply.outcome == Outcome::Good && (start..end).contains(&reply.done));
+    let latencies: Vec<f64> = good.map(|reply| millis(reply.latency())).collect();
+    PauseResult {
+        epochs: values.into_iter().map(|(name, values)| (name, Spread::of(values))).collect(),
+        replies_per_s: latencies.len() as f64 / end.since(start).as_secs_f64(),
+        latency_ms: Spread::of(latencies),
+    }
+}
+
+/// Reads and writes of random keys; counts replies, checks no values.
+struct Mix {
+    dice: Dice,
+    keys: u64,
+    writes: f64,
+}
+
+impl Mix {
+    fn new(bench: &PauseBench, lane: u64) -> Mix {
+        Mix { dice: Dice::new(7).part(lane), keys: bench.keys, writes: bench.writes }
+    }
+}
+
+impl Session for Mix {
+    fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+        self.request(connection)
+    }
+
+    fn request(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+        let key = format!("key:{}", self.dice.below(self.keys));
+        let mut request = Vec::new();
+        if self.dice.chance(self.writes) {
+            let value = format!("{:0VALUE_BYTES$}", self.dice.roll());
+            Protocol::Redis.put_set(&mut request, &key, &value);
+            connection.send(&request)?;
+            return Protocol::Redis.take_set(connection);
+        }
+        Protocol::Redis.put_get(&mut request, &key);
+        connection.send(&request)?;
+        let line = connection.line()?;
+        let count = line.strip_prefix(b"$").and_then(|count| std::str::from_utf8(count).ok());
+        let count: i64 = count
+            .and_then(|count| count.parse().ok())
+            .ok_or_else(|| ClientError::Wrong(String::from_utf8_lossy(line).into_owned()))?;
+        if let Ok(count) = usize::try_from(count) {
+            connection.bytes(count + 2)?;
+        }
+        Ok(())
+    }
+
+    fn close(&mut self, _connection: &mut Connection) -> Result<(), ClientError> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spread_is_taken_from_sorted_values() {
+        let spread = Spread::of((1..=101).rev().map(f64::from).collect());
+        assert_eq!(spread, Spread { p50: 51.0, p99: 100.0, max: 101.0, count: 101 });
+        assert_eq!(Spread::of(vec![]), Spread::default());
+    }
+
+    #[test]
+    fn only_numbers_of_epochs_count() {
+        let line = r#"{"event":"epoch","epoch":3,"pause_us":700.5,"note":"x"}"#;
+        let expected = [("epoch".to_owned(), 3.0), ("pause_us".to_owned(), 700.5)];
+        assert_eq!(numbers(line).unwrap(), expected);
+        assert_eq!(numbers(r#"{"event":"exit","status":0}"#), None);
+    }
+}
