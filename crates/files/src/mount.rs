@@ -34,6 +34,12 @@ impl Mount {
     /// Mounts at `mountpoint` and starts serving.
     pub fn new(shared: Arc<Shared>, mountpoint: &Path) -> Result<Mount, FilesError> {
         let failed = |doing| move |error| FilesError::mount(doing, mountpoint, error);
+        // What an agent that was killed left here answers nothing but ENOTCONN.
+        let left_over = std::fs::metadata(mountpoint)
+            .is_err_and(|error| error.raw_os_error() == Some(libc::ENOTCONN));
+        if left_over {
+            let _ = umount2(mountpoint, MntFlags::MNT_DETACH);
+        }
         let mountpoint_path = mountpoint.canonicalize().map_err(failed("find mount point"))?;
         let flags = OFlag::O_RDWR | OFlag::O_CLOEXEC;
         let device = nix::fcntl::open("/dev/fuse", flags, Mode::empty())

@@ -219,6 +219,7 @@ impl Shared {
         mode: u32,
     ) -> Result<(FileAttr, Option<std::fs::File>), Errno> {
         self.writable()?;
+        self.log.throttle();
         let name = file_name(name)?;
         let mut tree = self.store.tree_mut();
         let parent_stat = self.store.node_fd(&tree, parent)?.stat()?;

@@ -8,7 +8,7 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use hotspare_files::{ReplicatedDir, Role};
+use hotspare_files::{LogLimits, ReplicatedDir, Role};
 use tempfile::TempDir;
 
 /// One host's half.
@@ -21,12 +21,16 @@ pub struct Host {
 
 impl Host {
     pub fn new(role: Role, fill: impl FnOnce(&Path)) -> Host {
+        Host::with_limits(role, LogLimits::default(), fill)
+    }
+
+    pub fn with_limits(role: Role, limits: LogLimits, fill: impl FnOnce(&Path)) -> Host {
         let temporary = tempfile::tempdir().unwrap();
         let (backing, mount) = (temporary.path().join("backing"), temporary.path().join("mount"));
         fs::create_dir(&backing).unwrap();
         fs::create_dir(&mount).unwrap();
         fill(&backing);
-        let dir = ReplicatedDir::serve(&backing, &mount, role).unwrap();
+        let dir = ReplicatedDir::serve_with(&backing, &mount, role, limits).unwrap();
         Host { dir, backing, mount, _temporary: temporary }
     }
 }
