@@ -1,6 +1,6 @@
 //! What a descriptor is: told from its link, its type, its device number.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, CString};
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use hotspare_kernel::descriptor::{self, FileStat};
@@ -133,6 +133,17 @@ pub struct Subject<'a> {
 /// Longest link: `PATH_MAX` and ` (deleted)`.
 const LINK_BYTES_MAX: usize = 4096 + 16;
 
+const DELETED: &[u8] = b" (deleted)";
+
+/// Whether a file of just this name, which ends as if it were deleted, is the one that is open.
+fn is_a_name(subject: &Subject<'_>, link: &[u8]) -> bool {
+    let mut path = b"../root".to_vec();
+    path.extend_from_slice(link);
+    let Ok(path) = CString::new(path) else { return false };
+    let named = descriptor::stat_at(subject.numbers, &path, true);
+    named.is_ok_and(|named| named.inode == subject.header.inode)
+}
+
 /// What `subject` is. `before` is what its number was in the last epoch, which is used as far as it
 /// is certain that it still holds.
 pub fn classify(subject: &Subject<'_>, before: Option<&Known>) -> ObjectResult<Known> {
@@ -147,9 +158,9 @@ pub fn classify(subject: &Subject<'_>, before: Option<&Known>) -> ObjectResult<K
     let mut buffer = [0u8; LINK_BYTES_MAX];
     let bytes = descriptor::read_link(subject.numbers, subject.name, &mut buffer)?;
     let link = &buffer[..bytes];
-    let (path, deleted) = match link.strip_suffix(b" (deleted)") {
-        Some(path) => (path, true),
-        None => (link, false),
+    let (path, deleted) = match link.strip_suffix(DELETED) {
+        Some(path) if !is_a_name(subject, link) => (path, true),
+        Some(_) | None => (link, false),
     };
     let path = std::str::from_utf8(path).map_err(|_| {
         let what = String::from_utf8_lossy(link).into_owned();
