@@ -8,6 +8,7 @@ pub mod file_handle;
 pub mod memory;
 pub mod namespace;
 pub mod news;
+pub mod packet_tap;
 pub mod pagemap;
 pub mod pidfd;
 pub mod proc_maps;

@@ -247,7 +247,14 @@ pub struct Message {
 struct Control([u8; 2048]);
 
 /// recvmsg(2) with `flags` into at most `capacity` bytes; `None` when there is nothing now.
+/// Descriptors that come along are close-on-exec.
 pub fn receive_message(fd: BorrowedFd<'_>, capacity: usize, flags: i32) -> Result<Option<Message>> {
+    receive_from(fd, capacity, flags | libc::MSG_CMSG_CLOEXEC)
+}
+
+/// As [`receive_message`], from a socket that cannot pass descriptors and knows no flag for
+/// them (packet(7)).
+pub fn receive_from(fd: BorrowedFd<'_>, capacity: usize, flags: i32) -> Result<Option<Message>> {
     let mut bytes = vec![0u8; capacity];
     let mut from = vec![0u8; ADDRESS_BYTES_MAX];
     let mut control = Control([0; 2048]);
@@ -260,7 +267,6 @@ pub fn receive_message(fd: BorrowedFd<'_>, capacity: usize, flags: i32) -> Resul
     header.msg_iovlen = 1;
     header.msg_control = control.0.as_mut_ptr().cast();
     header.msg_controllen = control.0.len();
-    let flags = flags | libc::MSG_CMSG_CLOEXEC;
     // SAFETY: every pointer of `header` leads to a live buffer of the length given beside it.
     let ret = unsafe { libc::recvmsg(fd.as_raw_fd(), &mut header, flags) };
     let length = match check("receive message", ret as libc::c_long) {

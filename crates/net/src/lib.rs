@@ -1,2 +1,4 @@
 //! Address takeover, and in time the output gate and the proxy.
 #![forbid(unsafe_code)]
+
+pub mod go_live;

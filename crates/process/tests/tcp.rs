@@ -1,115 +1,16 @@
 //! TCP connections that move from one host to another while their client looks on.
 
+mod stage;
+
 use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
-use std::process::Command;
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
-use hotspare_image::sockets::{TcpSocket, TcpState};
-use hotspare_kernel::segment::SegmentSender;
-use hotspare_process::objects::socket_options::OptionReader;
-use hotspare_process::objects::tcp::{self, TcpCache};
-use hotspare_torture::lab::Lab;
-
-const SECONDS: Duration = Duration::from_secs(10);
-
-/// Two hosts, a client, and the address that moves.
-struct Stage {
-    lab: Lab,
-    cidr: &'static str,
-    service: IpAddr,
-}
-
-impl Stage {
-    fn new(v6: bool) -> Self {
-        let cidr = if v6 { "fd77::50/64" } else { "10.77.0.50/24" };
-        let service = cidr.split('/').next().and_then(|a| a.parse().ok()).expect("an address");
-        let lab = Lab::new(2).expect("make a lab");
-        lab.host(0).add_address(cidr).expect("add the service address");
-        Self { lab, cidr, service }
-    }
-
-    fn listen(&self) -> TcpListener {
-        let address = SocketAddr::new(self.service, 0);
-        self.lab.host(0).inside(move || TcpListener::bind(address)).expect("listen")
-    }
-
-    /// A connection: the client's end, the guest's end.
-    fn connect(&self, listener: &TcpListener) -> (TcpStream, TcpStream) {
-        let address = listener.local_addr().expect("bound");
-        let connect = move || TcpStream::connect_timeout(&address, SECONDS);
-        let client = self.lab.client().inside(connect).expect("connect");
-        client.set_read_timeout(Some(SECONDS)).expect("set timeout");
-        let (server, _) = listener.accept().expect("accept");
-        server.set_read_timeout(Some(SECONDS)).expect("set timeout");
-        (client, server)
-    }
-
-    fn family(&self) -> i32 {
-        if self.service.is_ipv6() { libc::AF_INET6 } else { libc::AF_INET }
-    }
-
-    fn capture(&self, socket: &impl AsFd, cache: &mut TcpCache) -> TcpSocket {
-        let mut options = OptionReader::default();
-        tcp::capture(socket.as_fd(), self.family(), 1, cache, &mut options).expect("capture")
-    }
-
-    fn capture_all<T: AsFd>(&self, sockets: &[T]) -> Vec<TcpSocket> {
-        let mut cache = TcpCache::default();
-        sockets.iter().map(|socket| self.capture(socket, &mut cache)).collect()
-    }
-
-    /// The primary falls silent, the sockets come to life on the spare.
-    fn fail_over(&self, images: Vec<TcpSocket>) -> Vec<OwnedFd> {
-        self.lab.host(0).link_down().expect("pull the cable");
-        let spare = self.lab.host(1);
-        let to_restore = images.clone();
-        let restored = spare.inside(move || {
-            let sockets = to_restore.iter().map(|image| tcp::restore(image, 1000));
-            sockets.collect::<Result<Vec<_>, _>>()
-        });
-        let restored = restored.expect("restore");
-        spare.add_address(self.cidr).expect("take the address");
-        let flush = ["neigh", "flush", "all"];
-        let client = self.lab.client();
-        client.run(Command::new("ip").args(flush), SECONDS).expect("forget the old host");
-        spare.inside(move || {
-            let sender = SegmentSender::open().expect("raw sockets");
-            for (image, socket) in images.iter().zip(&restored) {
-                tcp::go_live(image, socket.as_fd(), &sender).expect("go live");
-            }
-            restored
-        })
-    }
-}
-
-fn as_stream(fd: OwnedFd) -> TcpStream {
-    let stream = TcpStream::from(fd);
-    stream.set_read_timeout(Some(SECONDS)).expect("set timeout");
-    stream
-}
-
-/// `length` bytes, different at each place.
-fn pattern(length: usize) -> Vec<u8> {
-    (0..length).map(|i| (i * 31 + i / 256) as u8).collect()
-}
-
-fn exchange(from: &mut TcpStream, to: &mut TcpStream, bytes: &[u8]) {
-    let mut received = vec![0; bytes.len()];
-    std::thread::scope(|scope| {
-        scope.spawn(|| from.write_all(bytes).expect("write"));
-        to.read_exact(&mut received).expect("read");
-    });
-    assert_eq!(received, bytes);
-}
-
-fn both_ways(a: &mut TcpStream, b: &mut TcpStream) {
-    exchange(a, b, &pattern(100_000));
-    exchange(b, a, &pattern(70_001));
-}
+use hotspare_image::sockets::TcpState;
+use hotspare_process::objects::tcp::TcpCache;
+use stage::{SECONDS, Stage, as_stream, both_ways, exchange, pattern};
 
 fn an_idle_connection_survives(v6: bool) {
     let stage = Stage::new(v6);

@@ -291,8 +291,8 @@ fn to_a_server_in_the_guest_a_client_outside_is_gone() {
         let files = capture(&[&listener, &accepted]);
         (listener, client, files)
     });
-    client.write_all(b"too late").expect("write");
     drop(listener);
+    assert_eq!(client.read(&mut [0; 10]).expect("end of file"), 0);
     in_new_net(|| {
         let mut ghost = restore(&files, vec![]);
         let mut accepted: UnixStream = ghost.take(1);
