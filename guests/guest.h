@@ -205,6 +205,11 @@ HELPER void *map_anon(size_t length, int protection, int flags) {
     CHECK(memory != MAP_FAILED, "mmap %zu", length);
     return memory;
 }
+// Replaces whatever is mapped there.
+HELPER void map_fixed(void *at, size_t length, int protection, int flags) {
+    flags |= MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+    CHECK(mmap(at, length, protection, flags, -1, 0) == at, "mmap %p", at);
+}
 HELPER pthread_t start(void *(*body)(void *), void *argument) {
     pthread_t thread;
     PTH(pthread_create(&thread, NULL, body, argument));

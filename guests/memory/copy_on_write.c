@@ -13,8 +13,8 @@ static long check(long step) {
         uint64_t seed = (uint64_t)i;
         if (step > 0 && i % 4 == rank) seed += (uint64_t)(step * 1000 + rank);
         FILLED(memory + (size_t)i * PAGE, 100, seed);
-        if (i % 4 == rank)
-            fill(memory + (size_t)i * PAGE, 100, (uint64_t)i + (uint64_t)((step + 1) * 1000 + rank));
+        seed = (uint64_t)i + (uint64_t)((step + 1) * 1000 + rank);
+        if (i % 4 == rank) fill(memory + (size_t)i * PAGE, 100, seed);
     }
     return rank < 2 ? 1 + peer_ask(&next, step) : 1;
 }

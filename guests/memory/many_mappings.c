@@ -9,8 +9,7 @@ static uint64_t seeds[COUNT];
 
 static void map_one(size_t i, uint64_t seed) {
     uint8_t *page = base + 2 * i * PAGE;
-    CHECK(mmap(page, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
-          page);
+    map_fixed(page, PAGE, PROT_READ | PROT_WRITE, 0);
     seeds[i] = seed;
     fill(page, 256, seed);
     if (i % 2) SYS(mprotect(page, PAGE, PROT_READ));

@@ -20,7 +20,8 @@ int main(int argc, char **argv) {
     uint64_t on_disk[PAGES];
     for (size_t i = 0; i < PAGES; i++) on_disk[i] = i;
     STEPS {
-        for (size_t i = 0; i < PAGES; i += 2) fill(all + i * PAGE, PAGE, (uint64_t)g.step * 100 + i);
+        for (size_t i = 0; i < PAGES; i += 2)
+            fill(all + i * PAGE, PAGE, (uint64_t)g.step * 100 + i);
         size_t changed = (size_t)(g.step % 8 * 2 + 1);
         on_disk[changed] = (uint64_t)g.step * 7777;
         write_page(fd, changed, on_disk[changed]);

@@ -26,8 +26,7 @@ static void advance(size_t i) {
     uint8_t *piece = arena + i * SPREAD;
     switch (states[i]) {
     case RESERVED:
-        CHECK(mmap(piece, PIECE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
-                   0) == piece);
+        map_fixed(piece, PIECE, PROT_READ | PROT_WRITE, 0);
         for (size_t byte = 0; byte < PIECE; byte++) EQ(piece[byte], 0);
         seeds[i] = i * 1000 + (uint64_t)g.step;
         fill(piece, PIECE, seeds[i]);
@@ -38,8 +37,7 @@ static void advance(size_t i) {
         states[i] = RELEASED;
         return;
     case RELEASED:
-        CHECK(mmap(piece, PIECE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE,
-                   -1, 0) == piece);
+        map_fixed(piece, PIECE, PROT_NONE, MAP_NORESERVE);
         states[i] = RESERVED;
         return;
     }

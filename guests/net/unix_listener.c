@@ -1,0 +1,71 @@
+// Feature: UNIX listeners with pending connections
+// Proves: connections made and written to but not yet accepted are accepted later in order with
+// their data, on an abstract name and on a path; backlog and peer names stay.
+#include "guest.h"
+#include <sys/un.h>
+
+#define PENDING 3
+static struct sockaddr_un addresses[2];
+static socklen_t lengths[2];
+
+static int make(int i) {
+    int fd = (int)SYS(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0));
+    SYS(bind(fd, (struct sockaddr *)&addresses[i], lengths[i]));
+    SYS(listen(fd, PENDING - 1));
+    return fd;
+}
+static int dial(int i) {
+    int fd = (int)SYS(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0));
+    if (connect(fd, (struct sockaddr *)&addresses[i], lengths[i]) == 0) return fd;
+    EQ(errno, EAGAIN);
+    close(fd);
+    return -1;
+}
+
+int main(int argc, char **argv) {
+    guest_begin(argc, argv);
+    addresses[0] = (struct sockaddr_un){AF_UNIX, "\0listener"};
+    lengths[0] = sizeof(sa_family_t) + 9;
+    addresses[1].sun_family = AF_UNIX;
+    // A relative path, as servers use: the working directory is part of the name.
+    SYS(chdir(g.dir));
+    strcpy(addresses[1].sun_path, "listener");
+    lengths[1] = sizeof(sa_family_t) + 9;
+    int listeners[2] = {make(0), make(1)};
+    STEPS {
+        int dialled[2][PENDING];
+        for (int i = 0; i < 2; i++) {
+            for (int n = 0; n < PENDING; n++) {
+                dialled[i][n] = dial(i);
+                CHECK(dialled[i][n] >= 0);
+                put_long(dialled[i][n], g.step * 100 + i * 10 + n);
+            }
+            EQ(dial(i), -1);
+        }
+        // One has hung up before it was accepted.
+        close(dialled[0][1]);
+        nap();
+        EQ(dial(0), -1);
+        for (int i = 0; i < 2; i++) {
+            for (int n = 0; n < PENDING; n++) {
+                struct sockaddr_un name;
+                socklen_t length = sizeof name;
+                int fd = (int)SYS(accept(listeners[i], NULL, NULL));
+                EQ(get_long(fd), g.step * 100 + i * 10 + n);
+                SYS(getsockname(fd, (struct sockaddr *)&name, &length));
+                EQ(length, lengths[i]);
+                CHECK(!memcmp(&name, &addresses[i], length));
+                if (i == 0 && n == 1) {
+                    EQ(read(fd, &name, 1), 0);
+                } else {
+                    put_long(fd, n);
+                    EQ(get_long(dialled[i][n]), n);
+                    close(dialled[i][n]);
+                }
+                close(fd);
+            }
+            FAILS(accept(listeners[i], NULL, NULL), EAGAIN);
+        }
+    }
+    return guest_pass();
+}
