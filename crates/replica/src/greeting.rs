@@ -170,11 +170,12 @@ fn say_no<S: Read + Write>(
     let _ = stream.write_all(seal(buffer, Kind::Refuse, &refuse));
     let _ = stream.flush();
     // Closing with bytes unread would reset the connection and might take the refusal with it, so
-    // wait for the peer to close. A peer that sends on and on is left after a few reads.
-    let mut unread = [0; 4096];
-    for _ in 0..16 {
-        if !matches!(stream.read(&mut unread), Ok(1..)) {
-            break;
+    // wait until the peer closes or refuses as well. One that sends on and on is left.
+    let mut frames = FrameReader::default();
+    for _ in 0..4 {
+        match frames.read(stream) {
+            Ok(frame) if frame.kind != Kind::Refuse => {}
+            Ok(_) | Err(_) => break,
         }
     }
     GreetingError::Refusing { role, code: refuse.code, text: refuse.text }
