@@ -5,7 +5,7 @@ use hotspare_image::memory::{MmId, PageOwner, SharedId};
 use lz4_flex::block::{CompressTable, compress_into_with_table, decompress_into};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::bases::{Bases, PAGE};
+use crate::bases::{Bases, PAGE, PageName};
 use crate::frame::{FrameError, Kind};
 
 /// Most pages with a descriptor in one frame: even as runs of one page each, raw, they fit.
@@ -99,7 +99,6 @@ pub struct PageEncoder {
     table: CompressTable,
     compressed: Vec<u8>,
     difference: Vec<u8>,
-    bodies: Vec<u8>,
 }
 
 impl Default for PageEncoder {
@@ -110,7 +109,6 @@ impl Default for PageEncoder {
             // Zeroed once; LZ4 writes over it page after page.
             compressed: vec![0; lz4_flex::block::get_maximum_output_size(PAGE)],
             difference: vec![0; PAGE],
-            bodies: Vec::with_capacity(PAGES_PER_FRAME_MAX * PAGE),
         }
     }
 }
@@ -135,36 +133,43 @@ impl PageEncoder {
         let mut counts = EncodeCounts::default();
         let mut addresses = addresses(runs);
         let mut trial = Trial::default();
-        self.bodies.clear();
-        for page in bytes.chunks_exact(PAGE) {
+        let table = payload.len();
+        payload.resize(table + pages * 2, 0);
+        for (number, page) in bytes.chunks_exact(PAGE).enumerate() {
             let name = (owner, addresses.next().unwrap_or_default());
-            let before = self.bodies.len();
+            let before = payload.len();
             let encoding = if is_zero(page) {
                 Encoding::Zero
             } else if effort == Effort::Plain {
-                self.bodies.extend_from_slice(page);
+                payload.extend_from_slice(page);
                 Encoding::Raw
             } else {
-                let encoding = self.squeeze(name, page, &mut trial);
+                let encoding = self.squeeze(name, page, &mut trial, payload);
                 self.bases.insert(name, page);
                 encoding
             };
             counts.add(encoding);
-            let length = (self.bodies.len() - before) as u16;
+            let length = (payload.len() - before) as u16;
             let descriptor = encoding.number() << 13 | length;
-            payload.extend_from_slice(&descriptor.to_le_bytes());
+            let at = table + number * 2;
+            payload[at..at + 2].copy_from_slice(&descriptor.to_le_bytes());
         }
-        payload.extend_from_slice(&self.bodies);
         counts
     }
 
-    fn squeeze(&mut self, name: (PageOwner, u64), page: &[u8], trial: &mut Trial) -> Encoding {
+    fn squeeze(
+        &mut self,
+        name: PageName,
+        page: &[u8],
+        trial: &mut Trial,
+        payload: &mut Vec<u8>,
+    ) -> Encoding {
         if let Some(base) = self.bases.get(name) {
             xor_into(&mut self.difference, page, base);
             let length = compress(&self.difference, &mut self.compressed, &mut self.table);
             if length < WORTH_BYTES {
-                self.bodies.extend_from_slice(&check(page));
-                self.bodies.extend_from_slice(&self.compressed[..length]);
+                payload.extend_from_slice(&check(page));
+                payload.extend_from_slice(&self.compressed[..length]);
                 return Encoding::XorLz4;
             }
         }
@@ -172,11 +177,11 @@ impl PageEncoder {
             let length = compress(page, &mut self.compressed, &mut self.table);
             trial.learn(length < WORTH_BYTES);
             if length < WORTH_BYTES {
-                self.bodies.extend_from_slice(&self.compressed[..length]);
+                payload.extend_from_slice(&self.compressed[..length]);
                 return Encoding::Lz4;
             }
         }
-        self.bodies.extend_from_slice(page);
+        payload.extend_from_slice(page);
         Encoding::Raw
     }
 }
@@ -340,7 +345,7 @@ fn decode_page<'a, 'payload: 'a>(
     bases: &Bases,
     scratch: &'a mut [u8],
     bytes: &mut Bytes<'payload>,
-    name: (PageOwner, u64),
+    name: PageName,
     descriptor: u16,
 ) -> Result<Option<&'a [u8]>, FrameError> {
     let encoding = Encoding::from_number(descriptor >> 13).ok_or(malformed("encoding"))?;
