@@ -36,7 +36,8 @@ pub struct Program {
     pub command: Vec<String>,
     /// True if it writes files that must survive.
     pub writes: bool,
-    /// The kill comes between these spans after protection has begun.
+    /// The kill comes between these spans after protection has begun; for programs that end by
+    /// themselves, in the first half of their life.
     pub kill: (Duration, Duration),
     /// Tells whether it survived.
     pub check: Box<dyn Check>,
@@ -58,6 +59,12 @@ pub trait Watch {
 
     /// True once the program has shown, after `death`, that it goes on. Waits for that.
     fn goes_on(&mut self, death: Instant) -> bool;
+
+    /// How long the program takes by itself, if it comes to an end by itself: the kill must come
+    /// before.
+    fn length(&self) -> Option<Duration> {
+        None
+    }
 
     /// The end. `ending` is where the program is now, and how its end is noticed.
     fn finish(self: Box<Self>, ending: &Ending<'_>) -> Result<Findings, LabError>;
@@ -207,7 +214,7 @@ pub fn run_with_failover(
     watch.begin(&stage)?;
     Engine::protected(&primary)?;
 
-    let (least, most) = program.kill;
+    let (least, most) = watch.length().map_or(program.kill, |length| (length / 20, length / 2));
     (Instant::now() + Dice::new(seed).between(least, most)).sleep_until();
     let ended_early = primary.try_wait().is_some();
     let death = primary_host.kill()?;

@@ -38,9 +38,11 @@ impl Check for BatchCheck {
             Some(left) => Arc::clone(left),
             None => {
                 let host = stage.reference();
+                let born = Instant::now();
                 let reference = start(host, &stage.command)?;
                 let status = reference.wait(BATCH_AT_MOST)?.code().unwrap_or(-1);
-                let left = Arc::new(Left::of(host, status, outputs, inspect)?);
+                let length = Instant::now().since(born);
+                let left = Arc::new(Left { length, ..Left::of(host, status, outputs, inspect)? });
                 Arc::clone(self.undisturbed.get_or_init(|| left))
             }
         };
@@ -58,6 +60,7 @@ struct BatchWatch {
 #[derive(Debug)]
 pub(super) struct Left {
     status: i32,
+    length: Duration,
     files: Vec<Option<Vec<u8>>>,
     inspected: String,
 }
@@ -78,7 +81,7 @@ impl Left {
             Some(script) => host.run(Command::new("sh").args(["-c", script]), BATCH_AT_MOST)?,
             None => String::new(),
         };
-        Ok(Left { status, files, inspected })
+        Ok(Left { status, length: Duration::ZERO, files, inspected })
     }
 }
 
@@ -90,6 +93,10 @@ impl Watch for BatchWatch {
     /// It shows itself at the end only.
     fn goes_on(&mut self, _death: Instant) -> bool {
         true
+    }
+
+    fn length(&self) -> Option<Duration> {
+        Some(self.expected.length)
     }
 
     fn finish(self: Box<Self>, ending: &Ending<'_>) -> Result<Findings, LabError> {

@@ -115,7 +115,7 @@ fn batch(
 
 fn shell_pipeline() -> Program {
     let script = format!(
-        "cd {WORK_DIR} && i=0 && while [ $i -lt 120 ]; do i=$((i + 1)); \
+        "cd {WORK_DIR} && i=0 && while [ $i -lt 200 ]; do i=$((i + 1)); \
          seq $i $((i + 4000)) | awk '{{ s += $1 * $1; print s % 9973 }}' | sort -n | uniq -c | \
          md5sum >> sums; done && wc -l < sums > lines"
     );
@@ -128,7 +128,7 @@ fn shell_pipeline() -> Program {
 fn prose() -> Vec<u8> {
     let mut dice = Dice::new(2);
     let mut text = String::new();
-    while text.len() < 6 << 20 {
+    while text.len() < 8 << 20 {
         let word = dice.below(5000);
         text.push_str(&format!("{:x} ", word * word * 7919));
     }
@@ -153,7 +153,7 @@ fn xz() -> Program {
 fn sqlite() -> Program {
     let script = format!(
         "i=0; {{ echo 'CREATE TABLE rows (number INTEGER PRIMARY KEY, said TEXT);'; \
-         while [ $i -lt 1500 ]; do i=$((i + 1)); \
+         while [ $i -lt 2000 ]; do i=$((i + 1)); \
          echo \"INSERT INTO rows VALUES ($i, 'row number $i');\"; done; }} | \
          sqlite3 -bail {WORK_DIR}/rows.db"
     );
