@@ -1,0 +1,3 @@
+module hotspare.example
+
+go 1.19
