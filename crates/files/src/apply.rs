@@ -80,8 +80,7 @@ impl<'a> Applier<'a> {
             }
             FileChange::Forget { inode } => {
                 self.close(*inode);
-                let mut tree = self.shared.store.tree_mut();
-                self.shared.store.forget(&mut tree, *inode);
+                self.shared.store.tree_mut().forget(*inode);
                 return Ok(());
             }
             FileChange::CopyBegin { .. } | FileChange::CopyEnd { .. } | FileChange::Mark { .. } => {
@@ -91,6 +90,20 @@ impl<'a> Applier<'a> {
         result.map_err(|error| {
             FilesError::backing(doing, &self.shared.store.message_path(inode), error)
         })
+    }
+
+    /// Discards everything, for an initial copy whose inodes are numbered from `next` on afterwards.
+    pub fn clear(&mut self, next: InodeNumber) -> Result<(), FilesError> {
+        self.close_all();
+        {
+            let tree = self.shared.store.tree();
+            for (inode, node) in tree.inodes().filter(|(inode, _)| tree.known_to_kernel(*inode)) {
+                self.stale.content(inode, 0, u64::MAX);
+                let entries = node.entries.iter().map(|(name, _)| (inode, name.clone()));
+                self.stale.entries.extend(entries);
+            }
+        }
+        self.shared.store.clear(next.0)
     }
 
     fn apply_name(&mut self, change: &FileChange) -> Result<(), Errno> {
@@ -213,9 +226,7 @@ impl<'a> Applier<'a> {
             let tree = self.shared.store.tree();
             let parents = stale.entries.iter().map(|(parent, _)| *parent);
             let inodes = stale.inodes.keys().copied().chain(parents);
-            inodes
-                .filter(|inode| tree.node(*inode).is_ok_and(|node| node.known_to_kernel()))
-                .collect()
+            inodes.filter(|inode| tree.known_to_kernel(*inode)).collect()
         };
         for (parent, name) in stale.entries.iter().filter(|(parent, _)| known.contains(parent)) {
             let name = OsStr::from_bytes(name.as_bytes());

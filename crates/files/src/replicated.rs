@@ -260,7 +260,7 @@ impl ReplicatedDir {
         for change in &changes {
             match (change, &mut *copy) {
                 (FileChange::CopyBegin { mark, next_inode }, copy) => {
-                    self.shared.store.clear(next_inode.0)?;
+                    applier.clear(*next_inode)?;
                     *copy = Copy::Copying { mark: *mark, waiting: self.staging() };
                 }
                 (FileChange::CopyEnd { mark }, Copy::Copying { mark: begun, waiting })

@@ -189,7 +189,10 @@ impl Shared {
     fn forget(&self, inode: InodeNumber, count: u64) {
         let unused = {
             let tree = self.store.tree();
-            let Ok(node) = tree.node(inode) else { return };
+            let Ok(node) = tree.node(inode) else {
+                drop(tree);
+                return self.store.tree_mut().forget_left_over(inode, count);
+            };
             let less = |lookups: u64| Some(lookups.saturating_sub(count));
             let before = node.lookups.fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
             before.unwrap_or_else(|lookups| lookups) <= count && node.nameless.is_some()
@@ -205,7 +208,7 @@ impl Shared {
         let unused =
             tree.node(inode).is_ok_and(|node| node.nameless.is_some() && !node.known_to_kernel());
         if unused {
-            self.store.forget(&mut tree, inode);
+            tree.forget(inode);
             self.log.forget(inode);
         }
     }

@@ -25,7 +25,7 @@ use nix::sys::time::TimeSpec;
 use nix::unistd::{Gid, Uid, UnlinkatFlags, fchownat, linkat, symlinkat, unlinkat};
 
 use crate::error::FilesError;
-use crate::tree::{CarriedChangeTime, Kind, Node, Tree};
+use crate::tree::{CarriedChangeTime, Kind, Tree};
 
 /// Longest path handed to the kernel at once, bytes (`PATH_MAX` is 4096).
 const PATH_PIECE_BYTES_MAX: usize = 4000;
@@ -608,11 +608,6 @@ impl Store {
         let Some(path) = self.tree().path(inode) else { return Ok(()) };
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY;
         nix::unistd::fsync(self.open_beneath(&path, flags)?)
-    }
-
-    /// Drops an inode without names. Its content is freed with the last descriptor.
-    pub fn forget(&self, tree: &mut Tree, inode: InodeNumber) -> Option<Node> {
-        tree.forget(inode)
     }
 }
 

@@ -4,6 +4,7 @@
 //! inodes alike and list a directory in the same order (a saved getdents(2) position stays true).
 //! Content and attributes live in the backing directory.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -117,11 +118,14 @@ pub(crate) struct Tree {
     nodes: HashMap<InodeNumber, Node>,
     /// Number of the next new inode.
     pub next: u64,
+    /// References the kernel still holds on inodes from before [`Tree::clear`].
+    left_over: HashMap<InodeNumber, u64>,
 }
 
 impl Tree {
     pub fn new() -> Tree {
-        let mut tree = Tree { nodes: HashMap::new(), next: InodeNumber::ROOT.0 + 1 };
+        let next = InodeNumber::ROOT.0 + 1;
+        let mut tree = Tree { nodes: HashMap::new(), next, left_over: HashMap::new() };
         let root = Node::new(Kind::Directory);
         root.lookups.store(1, Ordering::Release);
         tree.nodes.insert(InodeNumber::ROOT, root);
@@ -173,8 +177,13 @@ impl Tree {
     pub fn add(&mut self, inode: InodeNumber, kind: Kind) -> Result<&mut Node, Errno> {
         self.next = self.next.max(inode.0.saturating_add(1));
         match self.nodes.entry(inode) {
-            std::collections::hash_map::Entry::Vacant(entry) => Ok(entry.insert(Node::new(kind))),
-            std::collections::hash_map::Entry::Occupied(_) => Err(Errno::EEXIST),
+            Entry::Vacant(entry) => {
+                let node = entry.insert(Node::new(kind));
+                let lookups = self.left_over.remove(&inode).unwrap_or(0);
+                node.lookups.store(lookups, Ordering::Release);
+                Ok(node)
+            }
+            Entry::Occupied(_) => Err(Errno::EEXIST),
         }
     }
 
@@ -204,21 +213,49 @@ impl Tree {
         Ok(inode)
     }
 
-    pub fn forget(&mut self, inode: InodeNumber) -> Option<Node> {
-        self.nodes.remove(&inode)
+    /// Drops an inode without names.
+    pub fn forget(&mut self, inode: InodeNumber) {
+        if let Some(node) = self.nodes.remove(&inode) {
+            let held = node.lookups.load(Ordering::Acquire);
+            if held > 0 {
+                self.left_over.insert(inode, held);
+            }
+        }
     }
 
-    /// Forgets everything but the root, whose kernel references stay.
+    /// Forgets everything but the root. The kernel's references are remembered: inodes may come
+    /// back under the same numbers.
     pub fn clear(&mut self, next: u64) {
-        let lookups = self
-            .nodes
-            .get(&InodeNumber::ROOT)
-            .map_or(1, |root| root.lookups.load(Ordering::Acquire));
-        *self = Tree::new();
+        let held = |node: &Node| node.lookups.load(Ordering::Acquire);
+        let mut left_over = std::mem::take(&mut self.left_over);
+        left_over.extend(
+            self.nodes
+                .iter()
+                .map(|(inode, node)| (*inode, held(node)))
+                .filter(|(_, held)| *held > 0),
+        );
+        let root = left_over.remove(&InodeNumber::ROOT).unwrap_or(1);
+        *self = Tree { left_over, ..Tree::new() };
         self.next = self.next.max(next);
-        if let Some(root) = self.nodes.get(&InodeNumber::ROOT) {
-            root.lookups.store(lookups, Ordering::Release);
+        if let Some(node) = self.nodes.get(&InodeNumber::ROOT) {
+            node.lookups.store(root, Ordering::Release);
         }
+    }
+
+    /// The kernel gave back `count` references on an inode that is not in the tree any more.
+    pub fn forget_left_over(&mut self, inode: InodeNumber, count: u64) {
+        if let Some(held) = self.left_over.get_mut(&inode) {
+            *held = held.saturating_sub(count);
+            if *held == 0 {
+                self.left_over.remove(&inode);
+            }
+        }
+    }
+
+    /// Whether the kernel holds references on an inode that is or was in the tree.
+    pub fn known_to_kernel(&self, inode: InodeNumber) -> bool {
+        self.left_over.contains_key(&inode)
+            || self.nodes.get(&inode).is_some_and(Node::known_to_kernel)
     }
 }
 

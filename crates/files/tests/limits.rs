@@ -135,13 +135,51 @@ fn changes_that_no_primary_sends_are_refused_and_touch_nothing_outside() {
     assert!(error.to_string().contains("make no sense"), "{error}");
     let error = spare.dir.copy_chunk(b"\xff\x00garbage").unwrap_err();
     assert!(error.to_string().contains("make no sense"), "{error}");
-    let pair = Pair::new();
+    let pair = Pair::filled(|backing| {
+        fs::create_dir(backing.join("d")).unwrap();
+        fs::write(backing.join("d/stays"), b"one").unwrap();
+        fs::write(backing.join("d/goes"), b"two").unwrap();
+    });
+    pair.assert_equal();
+    let known = File::open(pair.copy_of("d/stays")).unwrap();
     let mut set = pair.spare.dir.staging();
     set.push_chunk(&encode_changes(&[write])).unwrap();
     assert!(pair.spare.dir.apply(&set).is_err());
     assert!(!pair.spare.dir.is_complete());
-    // A new initial copy makes it usable again.
+    // A new initial copy makes it usable again, whatever the kernel remembers of the old one.
+    fs::rename(pair.path("d/goes"), pair.path("came")).unwrap();
+    fs::write(pair.path("d/stays"), b"three").unwrap();
     copy(&pair.primary, &pair.spare);
     pair.checkpoint();
     assert!(pair.spare.dir.is_complete());
+    pair.assert_equal();
+    assert_eq!(known.metadata().unwrap().len(), 5);
+}
+
+#[test]
+fn paths_longer_than_the_kernel_takes_at_once_replicate() {
+    use nix::fcntl::{OFlag, openat};
+    use nix::sys::stat::{Mode, mkdirat};
+    let pair = Pair::new();
+    let name = "n".repeat(250);
+    let mut at = std::os::fd::OwnedFd::from(File::open(&pair.primary.mount).unwrap());
+    for _ in 0..40 {
+        mkdirat(&at, name.as_str(), Mode::S_IRWXU).unwrap();
+        at = openat(&at, name.as_str(), OFlag::O_DIRECTORY, Mode::empty()).unwrap();
+    }
+    let flags = OFlag::O_CREAT | OFlag::O_RDWR;
+    let file = openat(&at, "file", flags, Mode::S_IRWXU).unwrap();
+    nix::unistd::write(&file, b"deep").unwrap();
+    let inode = InodeNumber(nix::sys::stat::fstat(&file).unwrap().st_ino);
+    pair.checkpoint();
+    let third = Host::new(Role::Spare, |_| {});
+    copy(&pair.primary, &third);
+    checkpoint(&pair.primary, &[&pair.spare, &third]);
+    for spare in [&pair.spare, &third] {
+        let mut content = String::new();
+        let copied = spare.dir.open_inode(inode, libc::O_RDONLY).unwrap();
+        File::from(copied).read_to_string(&mut content).unwrap();
+        assert_eq!(content, "deep");
+    }
+    copy(&pair.primary, &third);
 }

@@ -109,6 +109,7 @@ pub struct Seen {
     target: Option<PathBuf>,
     listing: Option<Vec<OsString>>,
     special: bool,
+    xattrs: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
 fn see(path: &Path) -> Seen {
@@ -128,7 +129,21 @@ fn see(path: &Path) -> Seen {
             .is_dir()
             .then(|| fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name()).collect()),
         special: kind.is_fifo() || kind.is_socket(),
+        xattrs: if kind.is_file() { xattrs(path) } else { Vec::new() },
     }
+}
+
+fn xattrs(path: &Path) -> Vec<(Vec<u8>, Vec<u8>)> {
+    let file = fs::File::open(path).unwrap();
+    let names = hotspare_kernel::list_xattrs(&file).unwrap();
+    let mut found = Vec::new();
+    for name in names.split_inclusive(|byte| *byte == 0) {
+        let name = std::ffi::CStr::from_bytes_with_nul(name).unwrap();
+        let value = hotspare_kernel::get_xattr(&file, name).unwrap();
+        found.push((name.to_bytes().to_vec(), value));
+    }
+    found.sort();
+    found
 }
 
 /// All files below `root`, by relative path.
