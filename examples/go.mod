@@ -1,3 +1,0 @@
-module hotspare.example
-
-go 1.19
