@@ -46,9 +46,10 @@ static void *worker(void *argument) {
 int main(int argc, char **argv) {
     guest_begin(argc, argv);
     pthread_t threads[4];
+    long own = getpriority(PRIO_PROCESS, 0);
     for (long i = 0; i < 4; i++) threads[i] = start(worker, (void *)i);
     STEPS {
-        EQ(getpriority(PRIO_PROCESS, 0), 0);
+        EQ(getpriority(PRIO_PROCESS, 0), own);
         EQ(sched_getscheduler(0), SCHED_OTHER);
         nap();
     }

@@ -1,0 +1,3 @@
+module hotspare/examples
+
+go 1.25
