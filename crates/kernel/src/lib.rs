@@ -13,6 +13,7 @@ pub mod pagemap;
 pub mod pidfd;
 pub mod proc_maps;
 pub mod ptrace;
+pub mod realtime;
 pub mod remote;
 pub mod segment;
 pub mod shared;

@@ -6,6 +6,7 @@ use hotspare_replica::bases::{BASES_MAX, PAGE};
 use hotspare_replica::frame::{
     FrameBuffer, FrameReader, HEADER_BYTES, Kind, MAGIC, PAYLOAD_BYTES_MAX,
 };
+use hotspare_replica::heartbeat;
 use hotspare_replica::message::{
     CheckpointBegin, CheckpointEnd, Refuse, RefuseCode, SwitchoverOffer, open, seal,
 };
@@ -136,6 +137,9 @@ fn the_tables_of_the_page_name_the_constants_of_the_code() {
     says(format!("described runs, at most {PAGES_PER_FRAME_MAX}:"));
     says(format!("of {BASES_MAX} remembered pages"));
     says(format!("| {PAGE} bytes |"));
+    let heart = heartbeat::MAGIC.map(|byte| format!("{byte:02x}")).join(" ");
+    says(format!("| 0 | 4 | magic `{heart}`"));
+    says(format!("UDP datagrams of {} bytes", heartbeat::BEAT_BYTES));
     for kind in Kind::ALL {
         says(format!("| {} | {kind:?} |", kind.number()));
     }
