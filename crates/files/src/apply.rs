@@ -16,7 +16,7 @@ use nix::fcntl::{FallocateFlags, RenameFlags};
 
 use crate::error::FilesError;
 use crate::mount::Mount;
-use crate::server::Shared;
+use crate::shared::Shared;
 use crate::store::OpenFile;
 
 /// Files kept open while a set is applied.
@@ -92,7 +92,8 @@ impl<'a> Applier<'a> {
         })
     }
 
-    /// Discards everything, for an initial copy whose inodes are numbered from `next` on afterwards.
+    /// Discards everything, for an initial copy whose inodes are numbered from `next` on
+    /// afterwards.
     pub fn clear(&mut self, next: InodeNumber) -> Result<(), FilesError> {
         self.close_all();
         {
@@ -217,8 +218,8 @@ impl<'a> Applier<'a> {
         }
     }
 
-    /// Makes the kernel forget what it knew of everything that changed. The tree must not be locked:
-    /// the kernel may be waiting for an answer of ours before it can forget.
+    /// Makes the kernel forget what it knew of everything that changed. The tree must not be
+    /// locked: the kernel may be waiting for an answer of ours before it can forget.
     pub fn finish(mut self, mount: &Mount) {
         self.close_all();
         let stale = std::mem::take(&mut self.stale);

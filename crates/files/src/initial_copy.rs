@@ -18,7 +18,7 @@ use nix::unistd::{Whence, lseek};
 
 use crate::change_set::encode_in_chunks;
 use crate::error::FilesError;
-use crate::server::Shared;
+use crate::shared::Shared;
 use crate::tree::{Kind, Tree};
 
 /// Content is read in pieces of this size, bytes.
@@ -51,8 +51,8 @@ struct Reading {
     offset: u64,
 }
 
-/// Iterator over the changes that make an empty directory a copy of the replicated one. Each carries
-/// at most 1 MiB of content.
+/// Iterator over the changes that make an empty directory a copy of the replicated one. Each
+/// carries at most 1 MiB of content.
 #[derive(Debug)]
 pub struct InitialCopy {
     shared: Arc<Shared>,

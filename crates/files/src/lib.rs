@@ -17,6 +17,7 @@ mod log;
 mod mount;
 mod replicated;
 mod server;
+mod shared;
 mod store;
 mod tree;
 

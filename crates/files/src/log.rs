@@ -12,9 +12,9 @@
 //!                        └───────── at the cut ──────────┘
 //! ```
 //!
-//! Memory is bounded: above `soft_bytes` a cut is asked for and each write is delayed a little (never
-//! for long: a thread inside a FUSE request cannot be stopped); above `hard_bytes` content goes to
-//! an unnamed file in the backing directory. If even that fails the log says so at the cut.
+//! Memory is bounded: above `soft_bytes` a cut is asked for and each write is delayed a little
+//! (never for long: a thread inside a FUSE request cannot be stopped); above `hard_bytes` content
+//! goes to an unnamed file in the backing directory. If even that fails the log says so at the cut.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;

@@ -12,7 +12,8 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::Mode;
 
 use crate::error::FilesError;
-use crate::server::{Server, Shared};
+use crate::server::Server;
+use crate::shared::Shared;
 
 /// Threads that answer the kernel.
 const SERVER_THREADS: usize = 4;

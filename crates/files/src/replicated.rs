@@ -18,7 +18,7 @@ use crate::error::FilesError;
 use crate::initial_copy::InitialCopy;
 use crate::log::{ChangeLog, LogLimits};
 use crate::mount::Mount;
-use crate::server::Shared;
+use crate::shared::Shared;
 use crate::store::{Store, proc_path};
 
 /// Which side of the replication this host is on.
@@ -57,9 +57,10 @@ enum Copy {
 /// [`cut`](Self::cut). On the spare: `serve`, then [`copy_chunk`](Self::copy_chunk) and
 /// [`apply`](Self::apply), and at failover [`promote`](Self::promote).
 ///
-/// The backing directory must be changed by nobody else while it is served. Inode numbers, the order
-/// of listings, link counts, times, owners, modes and xattrs are the same on all hosts; `st_dev` and
-/// `st_blocks` need not be. Not supported: devices, POSIX ACLs, `O_TMPFILE`, access times of reads.
+/// The backing directory must be changed by nobody else while it is served. Inode numbers, the
+/// order of listings, link counts, times, owners, modes and xattrs are the same on all hosts;
+/// `st_dev` and `st_blocks` need not be. Not supported: devices, POSIX ACLs, `O_TMPFILE`, access
+/// times of reads.
 #[derive(Debug)]
 pub struct ReplicatedDir {
     mount: Mount,
@@ -344,8 +345,8 @@ impl ReplicatedDir {
         self.mount.root()
     }
 
-    /// Path of an inode relative to the directory (one of them, if it has several); `None` if it has
-    /// no name or does not exist.
+    /// Path of an inode relative to the directory (one of them, if it has several); `None` if it
+    /// has no name or does not exist.
     pub fn path_of(&self, inode: InodeNumber) -> Option<PathBuf> {
         let path = self.shared.store.tree().path(inode)?;
         Some(PathBuf::from(OsStr::from_bytes(&path)))

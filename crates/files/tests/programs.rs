@@ -29,8 +29,8 @@ fn while_stopped(child: &Child, work: impl FnOnce()) {
     kill(pid, Signal::SIGCONT).unwrap();
 }
 
-/// A database in a loop of transactions: each checkpoint is a database that recovers by itself, with
-/// a prefix of the rows.
+/// A database in a loop of transactions: each checkpoint is a database that recovers by itself,
+/// with a prefix of the rows.
 fn sqlite_checkpoints_are_databases(journal: &str) {
     let pair = Pair::new();
     let create =

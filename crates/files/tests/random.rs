@@ -180,8 +180,8 @@ fn random_operations_replicate_at_every_checkpoint() {
     }
 }
 
-/// Checkpoints while the guest runs are not exact, but nothing may get lost: once it stops, the next
-/// one makes the trees equal. A second spare joins meanwhile.
+/// Checkpoints while the guest runs are not exact, but nothing may get lost: once it stops, the
+/// next one makes the trees equal. A second spare joins meanwhile.
 #[test]
 fn a_spare_that_joins_while_the_guest_runs_ends_up_equal() {
     for seed in seeds() {
