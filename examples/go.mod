@@ -1,3 +1,3 @@
 module hotspare/examples
 
-go 1.25
+go 1.19

@@ -15,6 +15,7 @@ package main
 import (
 	"bufio"
 	"crypto/rand"
+	"encoding/hex"
 	"flag"
 	"fmt"
 	"log"
@@ -40,7 +41,7 @@ func main() {
 		log.Fatal(err)
 	}
 	s := &server{
-		start:  fmt.Sprintf("START %s %d", rand.Text(), time.Now().UnixNano()),
+		start:  fmt.Sprintf("START %s %d", nonce(), time.Now().UnixNano()),
 		values: make(map[string]string),
 	}
 	log.Printf("listening on %s", listener.Addr())
@@ -160,4 +161,13 @@ func valueOrNone(value string, ok bool) string {
 		return "NONE"
 	}
 	return "VALUE " + value
+}
+
+// nonce is different in every run.
+func nonce() string {
+	var bytes [16]byte
+	if _, err := rand.Read(bytes[:]); err != nil {
+		log.Fatal(err)
+	}
+	return hex.EncodeToString(bytes[:])
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"crypto/rand"
+	"encoding/hex"
 	"encoding/json"
 	"log"
 	"net"
@@ -36,7 +37,7 @@ func coordinate(listen, out string, job job, lease time.Duration) error {
 		job:     job,
 		out:     out,
 		lease:   lease,
-		status:  status{Start: rand.Text()},
+		status:  status{Start: nonce()},
 		maps:    make([]task, job.Chunks),
 		reduces: make([]task, job.Parts),
 		mapped:  make([][]map[string]int, job.Chunks),
@@ -137,4 +138,13 @@ func (c *coordinator) finish() {
 	}
 	c.status.Done = true
 	log.Printf("done: %+v", c.status)
+}
+
+// nonce is different in every run.
+func nonce() string {
+	var bytes [16]byte
+	if _, err := rand.Read(bytes[:]); err != nil {
+		log.Fatal(err)
+	}
+	return hex.EncodeToString(bytes[:])
 }

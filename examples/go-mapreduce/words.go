@@ -3,9 +3,8 @@ package main
 import (
 	"fmt"
 	"hash/fnv"
-	"maps"
 	"os"
-	"slices"
+	"sort"
 	"strings"
 )
 
@@ -73,10 +72,17 @@ func reduce(chunks []map[string]int) map[string]int {
 func render(parts []map[string]int) string {
 	all := make(map[string]int)
 	for _, part := range parts {
-		maps.Copy(all, part)
+		for w, n := range part {
+			all[w] = n
+		}
 	}
+	words := make([]string, 0, len(all))
+	for w := range all {
+		words = append(words, w)
+	}
+	sort.Strings(words)
 	var b strings.Builder
-	for _, w := range slices.Sorted(maps.Keys(all)) {
+	for _, w := range words {
 		fmt.Fprintf(&b, "%s %d\n", w, all[w])
 	}
 	return b.String()
@@ -85,7 +91,7 @@ func render(parts []map[string]int) string {
 // reference computes the result without coordinator and workers.
 func reference(j job) string {
 	intermediate := make([][]map[string]int, j.Parts)
-	for chunk := range j.Chunks {
+	for chunk := 0; chunk < j.Chunks; chunk++ {
 		for part, counts := range mapChunk(j, chunk) {
 			intermediate[part] = append(intermediate[part], counts)
 		}

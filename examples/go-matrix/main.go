@@ -11,6 +11,7 @@ package main
 import (
 	"crypto/rand"
 	"crypto/sha256"
+	"encoding/hex"
 	"flag"
 	"fmt"
 	"log"
@@ -40,7 +41,7 @@ func main() {
 		log.Fatal("-out is required")
 	}
 
-	start := rand.Text()
+	start := nonce()
 	now := time.Now().Format(time.RFC3339Nano)
 	begun := fmt.Sprintf("start %s pid %d time %s\n", start, os.Getpid(), now)
 	check(os.WriteFile(*out+".start", []byte(begun), 0o644))
@@ -92,14 +93,18 @@ func tellProgress(listener net.Listener, start string, step *atomic.Int64, bits 
 func generate(size, bits int, seed int64) (matrix, *big.Int) {
 	number := func(what string, index int) *big.Int {
 		wide := new(big.Int)
-		for block := range 1 + max(bits, 521)/256 {
+		needed := bits
+		if needed < 521 {
+			needed = 521
+		}
+		for block := 0; block <= needed/256; block++ {
 			sum := sha256.Sum256(fmt.Appendf(nil, "%d %s %d %d", seed, what, index, block))
 			wide.Lsh(wide, 256).Or(wide, new(big.Int).SetBytes(sum[:]))
 		}
 		return wide
 	}
 	m := identity(size)
-	for i := range size * size {
+	for i := 0; i < size*size; i++ {
 		m[i/size][i%size] = number("entry", i)
 		m[i/size][i%size].Mod(m[i/size][i%size], prime)
 	}
@@ -125,12 +130,14 @@ func multiply(a, b matrix, goroutines int) matrix {
 	product := make(matrix, len(a))
 	rows := make(chan int)
 	var workers sync.WaitGroup
-	for range goroutines {
-		workers.Go(func() {
+	for i := 0; i < goroutines; i++ {
+		workers.Add(1)
+		go func() {
+			defer workers.Done()
 			for row := range rows {
 				product[row] = multiplyRow(a[row], b)
 			}
-		})
+		}()
 	}
 	for row := range a {
 		rows <- row
@@ -161,4 +168,13 @@ func digest(m matrix) string {
 		}
 	}
 	return fmt.Sprintf("%x", hash.Sum(nil))
+}
+
+// nonce is different in every run.
+func nonce() string {
+	var bytes [16]byte
+	if _, err := rand.Read(bytes[:]); err != nil {
+		log.Fatal(err)
+	}
+	return hex.EncodeToString(bytes[:])
 }

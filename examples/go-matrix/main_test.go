@@ -11,7 +11,7 @@ func TestPowersOfTheFibonacciMatrixHoldFibonacciNumbers(t *testing.T) {
 	fibonacci[1][0].SetInt64(1)
 	fibonacci[1][1].SetInt64(0)
 	power := identity(2)
-	for range 50 {
+	for i := 0; i < 50; i++ {
 		power = multiply(power, fibonacci, 3)
 	}
 	if want := big.NewInt(12586269025); power[0][1].Cmp(want) != 0 {
