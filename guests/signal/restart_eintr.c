@@ -1,23 +1,13 @@
 // Feature: interrupted system calls that Linux does not restart
-// Proves: epoll_wait, sigtimedwait, semtimedop, mq_timedreceive and timed recv, which the kernel
-// ends with EINTR when a tracer stops the thread, still wait their whole time.
+// Proves: sigtimedwait, semtimedop, mq_timedreceive and timed recv, some of which the kernel ends
+// with EINTR when a tracer stops the thread, still wait their whole time.
 #include "restart.h"
 #include <mqueue.h>
-#include <sys/epoll.h>
 #include <sys/sem.h>
 
-static int epoll, semaphore, sockets[2];
+static int semaphore;
 static mqd_t queue;
 
-static void by_epoll(long ms) {
-    struct epoll_event event;
-    EQ(SYS(epoll_wait(epoll, &event, 1, (int)ms)), 0);
-}
-static void by_epoll_pwait2(long ms) {
-    struct epoll_event event;
-    struct timespec time = after_ms(ms);
-    EQ(SYS(epoll_pwait2(epoll, &event, 1, &time, NULL)), 0);
-}
 static void by_sigtimedwait(long ms) {
     sigset_t set;
     sigemptyset(&set);
@@ -55,18 +45,15 @@ int main(int argc, char **argv) {
     sigemptyset(&set);
     sigaddset(&set, SIGUSR1);
     PTH(pthread_sigmask(SIG_BLOCK, &set, NULL));
-    epoll = (int)SYS(epoll_create1(0));
-    SYS(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets));
-    struct epoll_event event = {.events = EPOLLIN};
-    SYS(epoll_ctl(epoll, EPOLL_CTL_ADD, sockets[0], &event));
     semaphore = (int)SYS(semget(IPC_PRIVATE, 1, 0600));
     struct mq_attr attributes = {.mq_maxmsg = 2, .mq_msgsize = 16};
     queue = (mqd_t)SYS(mq_open("/restart_eintr", O_CREAT | O_RDWR, 0600, &attributes));
     SYS(mq_unlink("/restart_eintr"));
     static const struct blocker blockers[] = {
-        {"epoll_wait", by_epoll},       {"epoll_pwait2", by_epoll_pwait2},
-        {"sigtimedwait", by_sigtimedwait}, {"semtimedop", by_semaphore},
-        {"mq_timedreceive", by_queue},  {"recv", by_socket},
+        {"sigtimedwait", by_sigtimedwait},
+        {"semtimedop", by_semaphore},
+        {"mq_timedreceive", by_queue},
+        {"recv", by_socket},
     };
     RUN_BLOCKERS(blockers);
     return guest_pass();

@@ -1,15 +1,14 @@
 // Feature: interrupted system calls without end
 // Proves: threads blocked in read (pipe, eventfd, socket), write to a full pipe, wait4,
-// flock, futex, poll and epoll_wait wake exactly when what they wait for comes.
+// flock, futex and poll wake exactly when what they wait for comes.
 #include "guest.h"
 #include <linux/futex.h>
-#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/file.h>
 
-enum { READ, EVENT, SOCKET, WRITE, WAIT, FLOCK, FUTEX, POLL, EPOLL, KINDS };
+enum { READ, EVENT, SOCKET, WRITE, WAIT, FLOCK, FUTEX, POLL, KINDS };
 static _Atomic long woken[KINDS], begun[KINDS];
-static int pipe_in[2], full[2], event, sockets[2], poll_pipe[2], epoll_pipe[2], epoll;
+static int pipe_in[2], full[2], event, sockets[2], poll_pipe[2];
 static int lock_mine, lock_theirs, child_pipe[2];
 static _Atomic int futex_word;
 static _Atomic long locked_by_main;
@@ -25,7 +24,6 @@ static void wait_child(void) {
 
 static void block(int kind, long round) {
     struct pollfd one = {.fd = poll_pipe[0], .events = POLLIN};
-    struct epoll_event got;
     uint64_t number;
     char page[PAGE];
     switch (kind) {
@@ -61,11 +59,6 @@ static void block(int kind, long round) {
         EQ(SYS(poll(&one, 1, -1)), 1);
         EQ(get_long(poll_pipe[0]), round);
         break;
-    case EPOLL:
-        EQ(SYS(epoll_wait(epoll, &got, 1, -1)), 1);
-        EQ(got.data.u64, 0x1122334455667788);
-        EQ(get_long(epoll_pipe[0]), round);
-        break;
     }
 }
 
@@ -93,20 +86,15 @@ static void wake(long round) {
     futex_word = (int)round;
     SYS(syscall(SYS_futex, &futex_word, FUTEX_WAKE, 1, NULL, NULL, 0));
     put_long(poll_pipe[1], round);
-    put_long(epoll_pipe[1], round);
 }
 
 static void set_up(void) {
     SYS(pipe(pipe_in));
     SYS(pipe(full));
     SYS(pipe(poll_pipe));
-    SYS(pipe(epoll_pipe));
     SYS(pipe(child_pipe));
     SYS(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets));
     event = (int)SYS(eventfd(0, 0));
-    epoll = (int)SYS(epoll_create1(0));
-    struct epoll_event want = {.events = EPOLLIN, .data.u64 = 0x1122334455667788};
-    SYS(epoll_ctl(epoll, EPOLL_CTL_ADD, epoll_pipe[0], &want));
     char page[PAGE];
     long pages = SYS(fcntl(full[1], F_GETPIPE_SZ)) / (long)PAGE;
     for (long i = 0; i < pages; i++) put(full[1], page, PAGE);
