@@ -19,6 +19,7 @@ pub mod segment;
 pub mod shared;
 pub mod sock_diag;
 pub mod socket;
+pub mod spawn;
 pub mod tcp;
 pub mod thread_info;
 pub mod userfaultfd;

@@ -135,6 +135,14 @@ pub fn seize(tid: HostPid) -> Result<()> {
     ptrace("seize thread", libc::PTRACE_SEIZE, tid, 0, OPTIONS as usize).map(drop)
 }
 
+/// Lets a stopped tracee make system calls that its seccomp filters forbid, or not any more
+/// (`PTRACE_O_SUSPEND_SECCOMP`).
+pub fn suspend_seccomp(tid: HostPid, suspended: bool) -> Result<()> {
+    const SUSPEND: libc::c_int = 1 << 21;
+    let options = if suspended { OPTIONS | SUSPEND } else { OPTIONS };
+    ptrace("suspend seccomp", libc::PTRACE_SETOPTIONS, tid, 0, options as usize).map(drop)
+}
+
 /// Asks a running tracee to stop; the stop is reported by [`wait`].
 pub fn interrupt(tid: HostPid) -> Result<()> {
     ptrace("interrupt thread", libc::PTRACE_INTERRUPT, tid, 0, 0).map(drop)

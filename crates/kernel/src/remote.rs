@@ -368,11 +368,16 @@ impl Stub {
     /// Waits until the calls of [`Stub::start`] have run and takes their results.
     pub fn finish(&self, tid: HostPid, slot: usize, calls: &mut [Call]) -> Result<()> {
         await_stop(tid, Stop::Signal(libc::SIGTRAP), ptrace::cont)?;
+        self.results(slot, calls);
+        Ok(())
+    }
+
+    /// Takes the results of calls whose thread the caller itself has seen stop at the stub's end.
+    pub fn results(&self, slot: usize, calls: &mut [Call]) {
         let offset = Self::scratch_offset(slot) - CALLS_MAX * CALL_BYTES;
         for (index, call) in calls.iter_mut().enumerate() {
             call.result = self.memory.read_u64(offset + index * CALL_BYTES + 56) as i64;
         }
-        Ok(())
     }
 
     /// Runs `calls` in a stopped thread of the guest and puts it back where it was.

@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 pub mod capture;
+pub mod ghost;
 pub mod guest;
+pub mod init;
 pub mod objects;
 pub mod pages;

@@ -1,0 +1,179 @@
+//! The last steps before the ghost runs. Their order is the hard part:
+//!
+//! 1. what needs our tools in the ghost: the program, descriptors, calls on them;
+//! 2. what needs privilege: attributes, scheduling, filters, credentials;
+//! 3. what starts to run or to wait at once: signals, timers, rseq, restart blocks;
+//! 4. what the calls themselves stand on: limits, the stub, registers.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use hotspare_image::Checkpoint;
+use hotspare_image::tree::{GuestPid, LiveProcess, Thread};
+use hotspare_kernel::ptrace::Registers;
+
+use super::error::{GhostError, GhostResult};
+use super::{Ghost, RestoredFiles, RunningThread, living, space};
+
+/// A ghost whose threads need only be let go.
+#[derive(Debug)]
+pub struct Finalised {
+    pub(super) threads: Vec<RunningThread>,
+    pub(super) stopped: Vec<GuestPid>,
+    /// How long each part took.
+    pub parts: Vec<(&'static str, Duration)>,
+}
+
+/// Measures parts of a journey.
+struct Clock {
+    last: Instant,
+    parts: Vec<(&'static str, Duration)>,
+}
+
+impl Clock {
+    fn part(&mut self, name: &'static str) {
+        let now = Instant::now();
+        self.parts.push((name, now - self.last));
+        self.last = now;
+    }
+}
+
+/// What a thread is resumed with.
+struct Last<'a> {
+    thread: &'a Thread,
+    registers: Registers,
+    section: Option<u64>,
+}
+
+impl Ghost {
+    /// Puts in everything that was left for last. `files` are the checkpoint's open files,
+    /// restored in this process.
+    ///
+    /// After a failure the ghost cannot be used any more.
+    pub fn finalise(&mut self, files: &RestoredFiles) -> GhostResult<Finalised> {
+        let image = self
+            .image
+            .take()
+            .ok_or_else(|| GhostError::Image("no checkpoint has been applied".into()))?;
+        let finalised = self.finalise_as(&image, files);
+        self.image = Some(image);
+        finalised
+    }
+
+    fn finalise_as(&mut self, image: &Checkpoint, files: &RestoredFiles) -> GhostResult<Finalised> {
+        let mut clock = Clock { last: Instant::now(), parts: Vec::new() };
+        self.init.set_names(&image.names.0, &image.names.1)?;
+        self.init.set_last_pid(image.last_pid)?;
+        self.set_programs(image)?;
+        clock.part("program");
+        for (pid, live) in living(image) {
+            let body = self.body(pid)?;
+            body.place_descriptors(&live.descriptors, files).map_err(GhostError::at(pid))?;
+        }
+        clock.part("descriptors");
+        for (pid, live) in living(image) {
+            let layout = &space(image, live.mm)?.layout;
+            self.dress(pid, live, layout).map_err(GhostError::at(pid))?;
+        }
+        clock.part("attributes");
+        let mut last = BTreeMap::new();
+        for (pid, live) in living(image) {
+            last.insert(pid, self.set_going(pid, live).map_err(GhostError::at(pid))?);
+        }
+        clock.part("signals and timers");
+        let threads = self.withdraw(image, &last)?;
+        self.sources.seal()?;
+        clock.part("registers");
+        let stopped = Vec::new();
+        Ok(Finalised { threads, stopped, parts: clock.parts })
+    }
+
+    fn body(&self, pid: GuestPid) -> GhostResult<&super::body::Body> {
+        self.bodies.get(&pid).ok_or_else(|| GhostError::Image(format!("no process {}", pid.0)))
+    }
+
+    /// Opens each process's program and sets its memory map.
+    fn set_programs(&self, image: &Checkpoint) -> GhostResult<()> {
+        let paths: Vec<&str> = image.spaces.iter().map(|space| space.exe.0.as_str()).collect();
+        let opened: Vec<_> = self
+            .namespaces
+            .run(|| paths.iter().map(File::open).collect())
+            .map_err(GhostError::io("enter the guest's namespaces"))?;
+        for (pid, live) in living(image) {
+            let space = space(image, live.mm)?;
+            let at = image.spaces.iter().position(|other| other.id == space.id);
+            let exe = at.and_then(|at| opened.get(at)).and_then(|file| file.as_ref().ok());
+            if exe.is_none() {
+                tracing::warn!(program = space.exe.0, "a program's file is gone");
+            }
+            let body = self.body(pid)?;
+            body.set_memory_map(&space.layout, exe.map(AsFd::as_fd))
+                .map_err(GhostError::at(pid))?;
+        }
+        Ok(())
+    }
+
+    fn dress(
+        &mut self,
+        pid: GuestPid,
+        live: &LiveProcess,
+        layout: &hotspare_image::memory::Layout,
+    ) -> GhostResult<()> {
+        let body = self
+            .bodies
+            .get_mut(&pid)
+            .ok_or_else(|| GhostError::Image(format!("no process {}", pid.0)))?;
+        body.set_attributes(live)?;
+        for thread in &live.threads {
+            body.dress_thread(body.thread(thread.tid)?, thread)?;
+        }
+        body.set_dumpable(layout)
+    }
+
+    /// Signals, timers, rseq and restart blocks of a process.
+    fn set_going<'a>(&self, pid: GuestPid, live: &'a LiveProcess) -> GhostResult<Vec<Last<'a>>> {
+        let body = self.body(pid)?;
+        body.drop_signals()?;
+        body.queue_signals(live)?;
+        let mut sections = Vec::new();
+        for thread in &live.threads {
+            let host = body.thread(thread.tid)?;
+            body.queue_thread_signals(host, thread)?;
+            sections.push(body.register_rseq(host, thread)?);
+        }
+        body.start_timers(live)?;
+        let mut last = Vec::new();
+        for (thread, section) in live.threads.iter().zip(sections) {
+            let registers = body.final_registers(body.thread(thread.tid)?, thread)?;
+            last.push(Last { thread, registers, section });
+        }
+        Ok(last)
+    }
+
+    /// Takes the stub out and sets the registers.
+    fn withdraw(
+        &self,
+        image: &Checkpoint,
+        last: &BTreeMap<GuestPid, Vec<Last<'_>>>,
+    ) -> GhostResult<Vec<RunningThread>> {
+        let mut running = Vec::new();
+        for (pid, live) in living(image) {
+            let body = self.body(pid)?;
+            body.set_limits(live)?;
+            let trap: Vec<_> = body.trap_action(live).into_iter().collect();
+            let mut trap = trap;
+            body.hands
+                .withdraw(body.host, &mut trap)
+                .map_err(|error| GhostError::at(pid)(error.into()))?;
+            for end in last.get(&pid).into_iter().flatten() {
+                let host = body.thread(end.thread.tid)?;
+                body.resume_as(host, end.thread, &end.registers, end.section)
+                    .map_err(GhostError::at(pid))?;
+                running.push(RunningThread { process: pid, tid: end.thread.tid, host });
+            }
+        }
+        Ok(running)
+    }
+}

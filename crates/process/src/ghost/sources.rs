@@ -1,0 +1,193 @@
+//! What ghost mappings stand on: files of the guest's tree and shared memory, as our descriptors.
+
+use std::collections::BTreeMap;
+use std::ffi::CString;
+use std::fs::{File, Permissions};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+
+use hotspare_image::memory::{
+    AddressSpace, Backing, MappedFile, Mapping, SharedId, SharedKind, SharedMemory,
+};
+use hotspare_kernel::spawn;
+
+use super::body::Sources;
+use super::error::{GhostError, GhostResult};
+use crate::init::GuestNamespaces;
+use crate::pages::PageRun;
+
+/// A shared memory object. We keep it alive; the ghost's mappings refer to it.
+#[derive(Debug)]
+pub(super) struct SharedObject {
+    file: File,
+    reader: File,
+    image: SharedMemory,
+}
+
+/// Files by path and unlinked inode, and whether they can be written.
+type FileKey = (String, Option<u64>, bool);
+
+/// All of them.
+#[derive(Debug, Default)]
+pub(super) struct SourceSet {
+    files: BTreeMap<FileKey, File>,
+    shared: BTreeMap<SharedId, SharedObject>,
+}
+
+fn key_of(backing: &Backing) -> GhostResult<Option<FileKey>> {
+    let (file, writable) = match backing {
+        Backing::PrivateFile { file, .. } => (file, false),
+        Backing::SharedFile { file, writable, .. } => (file, *writable),
+        Backing::Anonymous | Backing::SharedMemory { .. } | Backing::Special { .. } => {
+            return Ok(None);
+        }
+    };
+    let MappedFile { path, unlinked_inode, open_file } = file;
+    if open_file.is_some() && unlinked_inode.is_none() && path.0.is_empty() {
+        let reason = "it has no name any more; keep such files in a replicated directory";
+        return Err(GhostError::refused("a mapped file", reason));
+    }
+    Ok(Some((path.0.clone(), *unlinked_inode, writable)))
+}
+
+impl SourceSet {
+    /// Opens every file that `spaces` map and that is not open yet, in the guest's mount tree.
+    /// `roots` are the replicated directories, for files without a name.
+    pub(super) fn open_files<'a>(
+        &mut self,
+        spaces: impl Iterator<Item = &'a AddressSpace>,
+        namespaces: &GuestNamespaces,
+        roots: &[String],
+    ) -> GhostResult<()> {
+        let mut wanted = Vec::new();
+        for space in spaces {
+            for mapping in &space.mappings {
+                if let Some(key) = key_of(&mapping.backing)?
+                    && !self.files.contains_key(&key)
+                    && !wanted.contains(&key)
+                {
+                    wanted.push(key);
+                }
+            }
+        }
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let opened = namespaces
+            .run(|| wanted.into_iter().map(|key| (open(&key, roots), key)).collect::<Vec<_>>())
+            .map_err(GhostError::io("enter the guest's namespaces"))?;
+        for (file, key) in opened {
+            let file = file.map_err(GhostError::io(format!("open mapped file {}", key.0)))?;
+            self.files.insert(key, file);
+        }
+        Ok(())
+    }
+
+    /// Closes the files; mappings keep what they need.
+    pub(super) fn close_files(&mut self) {
+        self.files.clear();
+    }
+
+    /// Makes, resizes, empties and drops shared memory as the checkpoint says. `keep` says that
+    /// what exists is from the same full transfer: a reset does not empty it.
+    pub(super) fn sync_shared(&mut self, all: &[SharedMemory], keep: bool) -> GhostResult<()> {
+        self.shared.retain(|id, _| all.iter().any(|image| image.id == *id));
+        for image in all {
+            let old = self.shared.get(&image.id);
+            let resize = old.is_some_and(|old| old.image.bytes != image.bytes);
+            if old.is_none() || image.reset && !keep {
+                let object = make(image)?;
+                self.shared.insert(image.id, object);
+            }
+            let Some(object) = self.shared.get_mut(&image.id) else { continue };
+            if resize {
+                object.file.set_len(image.bytes).map_err(GhostError::io("resize shared memory"))?;
+            }
+            object.image.clone_from(image);
+        }
+        Ok(())
+    }
+
+    /// Applies pages of shared memory; those of objects that are gone are skipped.
+    pub(super) fn fill_shared(&self, id: SharedId, run: &PageRun) -> GhostResult<()> {
+        match self.shared.get(&id) {
+            Some(object) => super::fill::fill_shared(&object.file, object.image.bytes, run),
+            None => Ok(()),
+        }
+    }
+
+    /// A shared memory object's descriptor, open for reading and writing.
+    pub(super) fn shared(&self, id: SharedId) -> Option<BorrowedFd<'_>> {
+        self.shared.get(&id).map(|object| object.file.as_fd())
+    }
+
+    /// Sets what would have hindered the filling: seals.
+    pub(super) fn seal(&self) -> GhostResult<()> {
+        for object in self.shared.values() {
+            if let SharedKind::Memfd { seals, .. } = &object.image.kind
+                && *seals != 0
+            {
+                let seals = nix::fcntl::SealFlag::from_bits_retain(*seals as i32);
+                nix::fcntl::fcntl(&object.file, nix::fcntl::FcntlArg::F_ADD_SEALS(seals))
+                    .map_err(|errno| GhostError::io("seal memfd")(errno.into()))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Sources for SourceSet {
+    fn descriptor(&self, mapping: &Mapping) -> GhostResult<BorrowedFd<'_>> {
+        if let Backing::SharedMemory { object, writable, private, .. } = &mapping.backing {
+            let found = self.shared.get(object).ok_or_else(|| {
+                GhostError::Image(format!("mapping of unknown shared memory {}", object.0))
+            })?;
+            let file = if *writable && !private { &found.file } else { &found.reader };
+            return Ok(file.as_fd());
+        }
+        let found = key_of(&mapping.backing)?.and_then(|key| self.files.get(&key));
+        found
+            .map(AsFd::as_fd)
+            .ok_or_else(|| GhostError::Image(format!("mapping {:?} has no file", mapping.range)))
+    }
+}
+
+fn open(key: &FileKey, roots: &[String]) -> std::io::Result<File> {
+    let (path, unlinked, writable) = key;
+    if let Some(inode) = unlinked {
+        let root = roots
+            .iter()
+            .find(|root| std::path::Path::new(path).starts_with(root))
+            .or(roots.first())
+            .ok_or_else(|| std::io::Error::other("no replicated directory"))?;
+        let mount = File::open(root)?;
+        let flags = if *writable { libc::O_RDWR } else { libc::O_RDONLY };
+        let fd = hotspare_kernel::open_fuse_inode(mount.as_fd(), *inode, flags)?;
+        return Ok(fd.into());
+    }
+    File::options().read(true).write(*writable).open(path)
+}
+
+fn make(image: &SharedMemory) -> GhostResult<SharedObject> {
+    let fd: OwnedFd = match &image.kind {
+        SharedKind::Anonymous => spawn::shared_anonymous(image.bytes)?,
+        SharedKind::Memfd { name, .. } => {
+            let name = CString::new(name.as_str())
+                .map_err(|_| GhostError::Image("memfd name with a zero byte".into()))?;
+            spawn::memfd(&name)?
+        }
+        SharedKind::SysV { id, .. } => {
+            let what = format!("System V shared memory {id}");
+            return Err(GhostError::refused(what, "not supported yet"));
+        }
+    };
+    let file = File::from(fd);
+    if let SharedKind::Memfd { mode, .. } = &image.kind {
+        file.set_len(image.bytes).map_err(GhostError::io("size shared memory"))?;
+        file.set_permissions(Permissions::from_mode(*mode))
+            .map_err(GhostError::io("set mode of memfd"))?;
+    }
+    let reader = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+        .map_err(GhostError::io("open shared memory for reading"))?;
+    Ok(SharedObject { file, reader, image: image.clone() })
+}

@@ -1,0 +1,311 @@
+//! What belongs to a thread: name, stacks, lists, scheduling, credentials, filters, registers.
+
+use hotspare_image::tree::{Credentials, GuestPid, Scheduling, Thread};
+use hotspare_kernel::ptrace::{self, HostPid, Registers, Stop, Waited, Whose, reg};
+use hotspare_kernel::remote::Stub;
+
+use super::attributes::{number_of, siginfo};
+use super::body::Body;
+use super::error::{GhostError, GhostResult};
+use super::hands::{Batch, await_interrupted, unexpected};
+
+const PR_SET_PDEATHSIG: u64 = 1;
+const PR_SET_NAME: u64 = 15;
+const PR_CAPBSET_DROP: u64 = 24;
+const PR_SET_SECCOMP: u64 = 22;
+const PR_SET_SECUREBITS: u64 = 28;
+const PR_SET_TIMERSLACK: u64 = 29;
+const PR_SET_NO_NEW_PRIVS: u64 = 38;
+const PR_CAP_AMBIENT: u64 = 47;
+const PR_CAP_AMBIENT_RAISE: u64 = 2;
+const PR_CAP_AMBIENT_CLEAR_ALL: u64 = 4;
+/// Changing users leaves capabilities alone: `SECBIT_NO_SETUID_FIXUP`.
+const SECBIT_NO_SETUID_FIXUP: u64 = 4;
+const SS_DISABLE: u64 = 2;
+/// `SS_AUTODISARM`, the only flag that can be set.
+const SS_AUTODISARM: u64 = 1 << 31;
+const LAST_CAPABILITY: u64 = 40;
+
+/// The error with which a system call asks to be restarted through its restart block.
+const RESTART_BLOCK: i64 = -516;
+
+impl Body {
+    /// Everything of a thread that calls can set, except registers and rseq.
+    pub(super) fn dress_thread(&self, host: HostPid, thread: &Thread) -> GhostResult<()> {
+        let mut batch = self.hands.batch(host);
+        let name = batch.text(&thread.name);
+        batch.must("name thread", libc::SYS_prctl, &[PR_SET_NAME, name, 0, 0, 0]);
+        let [sp, flags, size] = thread.alternate_stack;
+        if flags & SS_DISABLE == 0 && sp != 0 {
+            let stack = batch.words(&[sp, flags & SS_AUTODISARM, size]);
+            batch.must("set alternate stack", libc::SYS_sigaltstack, &[stack, 0]);
+        }
+        let [head, length] = thread.robust_list;
+        if head != 0 {
+            batch.must("set robust list", libc::SYS_set_robust_list, &[head, length]);
+        }
+        batch.must("set tid address", libc::SYS_set_tid_address, &[thread.clear_tid.0]);
+        if thread.timer_slack_ns != 0 {
+            let arguments = [PR_SET_TIMERSLACK, thread.timer_slack_ns, 0, 0, 0];
+            batch.must("set timer slack", libc::SYS_prctl, &arguments);
+        }
+        if thread.io_priority != 0 {
+            let arguments = [1, 0, thread.io_priority as u64];
+            batch.may(libc::SYS_ioprio_set, &arguments);
+        }
+        schedule(&mut batch, &thread.scheduling)?;
+        batch.run()?;
+        self.install_filters(host, thread)?;
+        let mut batch = self.hands.batch(host);
+        set_credentials(&mut batch, &thread.credentials)?;
+        if thread.parent_death_signal != 0 {
+            let arguments = [PR_SET_PDEATHSIG, thread.parent_death_signal as u64, 0, 0, 0];
+            batch.must("set parent death signal", libc::SYS_prctl, &arguments);
+        }
+        batch.run()?;
+        Ok(())
+    }
+
+    fn install_filters(&self, host: HostPid, thread: &Thread) -> GhostResult<()> {
+        let seccomp = &thread.seccomp;
+        if thread.credentials.no_new_privs {
+            let arguments = [PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0];
+            self.hands.batch(host).ask("set no_new_privs", libc::SYS_prctl, &arguments)?;
+        }
+        if seccomp.mode == 0 {
+            return Ok(());
+        }
+        // Our own calls go on to pass; Body::resume_as switches the filters on.
+        ptrace::suspend_seccomp(host, true)?;
+        for filter in &seccomp.filters {
+            let limit = 4096 * 8;
+            if filter.program.len() > limit || filter.program.len() % 8 != 0 {
+                return Err(GhostError::Image("length of a seccomp filter".into()));
+            }
+            // Slots from 2 on are not in use: room for the longest program.
+            let stub = &self.hands.stub;
+            stub.memory().write(Stub::scratch_offset(2), &filter.program);
+            let mut batch = self.hands.batch(host);
+            let count = filter.program.len() as u64 / 8;
+            let program = batch.words(&[count, stub.scratch(2)]);
+            batch.ask("install seccomp filter", libc::SYS_seccomp, &[1, filter.flags, program])?;
+        }
+        if seccomp.mode == 1 {
+            let arguments = [PR_SET_SECCOMP, 1, 0, 0, 0];
+            self.hands.batch(host).ask("set strict seccomp", libc::SYS_prctl, &arguments)?;
+        }
+        Ok(())
+    }
+
+    /// Signals pending for one thread.
+    pub(super) fn queue_thread_signals(&self, host: HostPid, thread: &Thread) -> GhostResult<()> {
+        let mut batch = self.hands.batch(host);
+        for signal in &thread.pending {
+            let info = siginfo(&signal.siginfo)?;
+            batch.room(160, 1)?;
+            let at = batch.data(info);
+            let arguments = [self.pid.0 as u64, thread.tid.0 as u64, number_of(info), at];
+            batch.must("queue signal", libc::SYS_rt_tgsigqueueinfo, &arguments);
+        }
+        batch.run()?;
+        Ok(())
+    }
+
+    /// Registers the restartable sequence. Returns the critical section the thread was in, which
+    /// the kernel clears here and [`Body::resume_as`] puts back.
+    pub(super) fn register_rseq(&self, host: HostPid, thread: &Thread) -> GhostResult<Option<u64>> {
+        let [address, bytes, signature, _] = thread.rseq;
+        if address == 0 {
+            return Ok(None);
+        }
+        let mut section = [0u8; 8];
+        self.memory.read_exact(address + 8, &mut section)?;
+        let mut batch = self.hands.batch(host);
+        batch.ask("register rseq", libc::SYS_rseq, &[address, bytes, 0, signature])?;
+        Ok(Some(u64::from_ne_bytes(section)).filter(|section| *section != 0))
+    }
+
+    /// Registers the thread is to go on with. Where it slept in a timed call, the kernel's restart
+    /// block is made by making that call again for the rest of the time and interrupting it.
+    pub(super) fn final_registers(&self, host: HostPid, thread: &Thread) -> GhostResult<Registers> {
+        let mut registers = thread.registers;
+        if registers[reg::RAX] as i64 != RESTART_BLOCK || registers[reg::ORIG_RAX] as i64 == -1 {
+            return Ok(registers);
+        }
+        let blocked_ns = thread.restart.map_or(0, |restart| restart.blocked_ns);
+        let result = match self.rest_of_call(&registers, blocked_ns)? {
+            Some(arguments) => self.interrupted_call(host, &registers, arguments)?,
+            // restart_syscall(2) itself, of which nothing more is known: the caller sees a signal.
+            None => i64::from(-libc::EINTR),
+        };
+        if result != RESTART_BLOCK {
+            registers[reg::RAX] = result as u64;
+            registers[reg::ORIG_RAX] = u64::MAX;
+        }
+        Ok(registers)
+    }
+
+    /// Arguments of an interrupted call for the rest of its time; timeouts lie in slot 0.
+    fn rest_of_call(&self, registers: &Registers, blocked: u64) -> GhostResult<Option<[u64; 6]>> {
+        let order = [reg::RDI, reg::RSI, reg::RDX, reg::R10, reg::R8, reg::R9];
+        let mut arguments = order.map(|index| registers[index]);
+        let at = match registers[reg::ORIG_RAX] as i64 {
+            libc::SYS_nanosleep => 0,
+            libc::SYS_clock_nanosleep => 2,
+            libc::SYS_futex if arguments[1] & 0x7f == libc::FUTEX_WAIT as u64 => 3,
+            // Its timeout is a point in time.
+            libc::SYS_futex => return Ok(Some(arguments)),
+            libc::SYS_poll => {
+                let left = (arguments[2] as i32).max(0) as u64;
+                arguments[2] = left.saturating_sub(blocked / 1_000_000);
+                return Ok(Some(arguments));
+            }
+            _ => return Ok(None),
+        };
+        let mut bytes = [0u8; 16];
+        self.memory.read_exact(arguments[at], &mut bytes)?;
+        let word = |from: usize| {
+            let bytes: [u8; 8] = bytes[from..from + 8].try_into().unwrap_or_default();
+            u64::from_ne_bytes(bytes)
+        };
+        const NS: u64 = 1_000_000_000;
+        let total = word(0).saturating_mul(NS).saturating_add(word(8));
+        let left = total.saturating_sub(blocked).max(1);
+        let stub = &self.hands.stub;
+        let offset = Stub::scratch_offset(0);
+        stub.memory().write_u64(offset, left / NS);
+        stub.memory().write_u64(offset + 8, left % NS);
+        arguments[at] = stub.scratch(0);
+        Ok(Some(arguments))
+    }
+
+    /// Makes the call and interrupts it before it can sleep. Its result.
+    fn interrupted_call(
+        &self,
+        host: HostPid,
+        captured: &Registers,
+        arguments: [u64; 6],
+    ) -> GhostResult<i64> {
+        let mut registers = *self.hands.frame();
+        registers[reg::RIP] = self.hands.stub.syscall_instruction();
+        registers[reg::RAX] = captured[reg::ORIG_RAX];
+        registers[reg::ORIG_RAX] = u64::MAX;
+        let order = [reg::RDI, reg::RSI, reg::RDX, reg::R10, reg::R8, reg::R9];
+        for (index, argument) in order.into_iter().zip(arguments) {
+            registers[index] = argument;
+        }
+        ptrace::set_registers(host, &registers)?;
+        ptrace::cont_to_syscall(host, 0)?;
+        match ptrace::wait(Whose::One(host), true)? {
+            Waited::Stopped(_, Stop::Syscall) => {}
+            other => return Err(unexpected(host, other).into()),
+        }
+        ptrace::interrupt(host)?;
+        ptrace::cont(host, 0)?;
+        await_interrupted(host)?;
+        Ok(ptrace::registers(host)?[reg::RAX] as i64)
+    }
+
+    /// The last touch: filters on, registers and mask as the guest had them.
+    pub(super) fn resume_as(
+        &self,
+        host: HostPid,
+        thread: &Thread,
+        registers: &Registers,
+        section: Option<u64>,
+    ) -> GhostResult<()> {
+        if let Some(section) = section {
+            self.memory.write_all(thread.rseq[0] + 8, &section.to_ne_bytes())?;
+        }
+        if !thread.extended.is_empty() {
+            ptrace::set_extended_registers(host, &thread.extended)?;
+        }
+        ptrace::set_registers(host, registers)?;
+        ptrace::set_signal_mask(host, thread.signal_mask)?;
+        if thread.seccomp.mode != 0 {
+            ptrace::suspend_seccomp(host, false)?;
+        }
+        Ok(())
+    }
+
+    /// The host's number of a thread.
+    pub(super) fn thread(&self, tid: GuestPid) -> GhostResult<HostPid> {
+        self.threads
+            .iter()
+            .find(|(number, _)| *number == tid)
+            .map(|(_, host)| *host)
+            .ok_or_else(|| GhostError::Image(format!("no ghost of thread {}", tid.0)))
+    }
+}
+
+fn schedule(batch: &mut Batch<'_>, wanted: &Scheduling) -> GhostResult<()> {
+    let plain = wanted.policy == 0 && wanted.nice == 0 && wanted.priority == 0;
+    if !plain || wanted.reset_on_fork {
+        let policy = u64::from(wanted.policy) << 32 | 56;
+        let flags = u64::from(wanted.reset_on_fork);
+        let level = u64::from(wanted.nice as u32) | u64::from(wanted.priority) << 32;
+        let attributes = batch.words(&[policy, flags, level, 0, 0, 0, 0]);
+        let arguments = [0, attributes, 0];
+        batch.must("set scheduling", libc::SYS_sched_setattr, &arguments);
+    }
+    if !wanted.affinity.is_empty() {
+        let mask = batch.words(&wanted.affinity);
+        let bytes = wanted.affinity.len() as u64 * 8;
+        // The spare may have fewer processors: then all it has.
+        batch.may(libc::SYS_sched_setaffinity, &[0, bytes, mask]);
+    }
+    Ok(())
+}
+
+/// Credentials in the one order that works: identities while we may still change them, sets,
+/// then what forbids further changes.
+fn set_credentials(batch: &mut Batch<'_>, wanted: &Credentials) -> GhostResult<()> {
+    let securebits = |bits: u64| [PR_SET_SECUREBITS, bits, 0, 0, 0];
+    let [inheritable, permitted, effective, bounding, ambient] = wanted.capabilities;
+    batch.room(wanted.groups.len() * 4 + 64, 8)?;
+    let fixup = securebits(SECBIT_NO_SETUID_FIXUP);
+    batch.must("keep capabilities", libc::SYS_prctl, &fixup);
+    let groups: Vec<u8> = wanted.groups.iter().flat_map(|group| group.to_ne_bytes()).collect();
+    let at = batch.data(&groups);
+    batch.must("set groups", libc::SYS_setgroups, &[wanted.groups.len() as u64, at]);
+    let [real, effective_id, saved, files] = wanted.gids.map(u64::from);
+    batch.must("set group ids", libc::SYS_setresgid, &[real, effective_id, saved]);
+    batch.may(libc::SYS_setfsgid, &[files]);
+    let [real, effective_id, saved, files] = wanted.uids.map(u64::from);
+    batch.must("set user ids", libc::SYS_setresuid, &[real, effective_id, saved]);
+    batch.may(libc::SYS_setfsuid, &[files]);
+    for capability in 0..=LAST_CAPABILITY {
+        if bounding & 1 << capability == 0 {
+            batch.room(0, 1)?;
+            batch.may(libc::SYS_prctl, &[PR_CAPBSET_DROP, capability, 0, 0, 0]);
+        }
+    }
+    batch.room(256, 48)?;
+    let all = (1u64 << (LAST_CAPABILITY + 1)) - 1;
+    if ambient != 0 {
+        set_capabilities(batch, inheritable, all, all);
+        batch.must(
+            "clear ambient set",
+            libc::SYS_prctl,
+            &[PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0],
+        );
+        for capability in (0..=LAST_CAPABILITY).filter(|bit| ambient & 1 << bit != 0) {
+            let arguments = [PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, capability, 0, 0];
+            batch.must("raise ambient capability", libc::SYS_prctl, &arguments);
+        }
+    }
+    batch.must("set securebits", libc::SYS_prctl, &securebits(wanted.securebits.into()));
+    set_capabilities(batch, inheritable, permitted, effective);
+    Ok(())
+}
+
+fn set_capabilities(batch: &mut Batch<'_>, inheritable: u64, permitted: u64, effective: u64) {
+    const VERSION_3: u64 = 0x2008_0522;
+    let header = batch.words(&[VERSION_3]);
+    let halves = |shift: u32| {
+        [effective, permitted, inheritable].map(|set| ((set >> shift) as u32).to_ne_bytes())
+    };
+    let data: Vec<u8> = [halves(0), halves(32)].concat().concat();
+    let data = batch.data(&data);
+    batch.must("set capabilities", libc::SYS_capset, &[header, data]);
+}
