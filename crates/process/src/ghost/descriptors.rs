@@ -10,6 +10,7 @@ use hotspare_kernel::KernelError;
 use super::RestoredFiles;
 use super::body::{Body, TOOLS};
 use super::error::{GhostError, GhostResult};
+use crate::objects::remote_step::RemoteStep;
 
 /// Descriptors placed in one batch.
 const CHUNK: usize = 60;
@@ -58,6 +59,19 @@ impl Body {
             }
         }
         self.batch().ask("close tool", libc::SYS_close, &[tool as u64])?;
+        Ok(())
+    }
+
+    /// Makes the calls that only the process itself can make on its descriptors.
+    pub(super) fn take_steps(&self, steps: &[&RemoteStep]) -> GhostResult<()> {
+        let mut batch = self.batch();
+        for step in steps {
+            batch.room(64, 1)?;
+            let payload = batch.data(&step.payload());
+            let call = step.call(payload);
+            batch.must(step.verb(), call.number, &call.arguments);
+        }
+        batch.run()?;
         Ok(())
     }
 

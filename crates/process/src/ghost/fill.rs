@@ -5,7 +5,7 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
-use hotspare_image::memory::{Backing, GuestRange, MmId, PAGE_BYTES, PageOwner, mapping_flags};
+use hotspare_image::memory::{Backing, GuestRange, PAGE_BYTES, mapping_flags};
 use hotspare_kernel::memory::{self, Span};
 use nix::fcntl::{FallocateFlags, fallocate};
 
@@ -180,13 +180,5 @@ pub(super) fn fill_shared(file: &File, size: u64, run: &PageRun) -> GhostResult<
             fallocate(file.as_fd(), flags, run.start as i64, bytes as i64)
                 .map_err(|errno| GhostError::io("discard shared memory")(errno.into()))
         }
-    }
-}
-
-/// The address space a run belongs to.
-pub(super) fn space_of(run: &PageRun) -> Option<MmId> {
-    match run.owner {
-        PageOwner::Mm(id) => Some(id),
-        PageOwner::Shared(_) => None,
     }
 }

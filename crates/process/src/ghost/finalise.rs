@@ -16,6 +16,7 @@ use hotspare_kernel::ptrace::Registers;
 
 use super::error::{GhostError, GhostResult};
 use super::{Ghost, RestoredFiles, RunningThread, living, space};
+use crate::objects::remote_step::RemoteStep;
 
 /// A ghost whose threads need only be let go.
 #[derive(Debug)]
@@ -48,21 +49,31 @@ struct Last<'a> {
 }
 
 impl Ghost {
-    /// Puts in everything that was left for last. `files` are the checkpoint's open files,
-    /// restored in this process.
+    /// Puts in everything that was left for last. `files` are the checkpoint's open files, made
+    /// in this process, `steps` what remains to be done from inside, in this order; see
+    /// [`crate::objects::restore`]. `files` can be closed afterwards.
     ///
     /// After a failure the ghost cannot be used any more.
-    pub fn finalise(&mut self, files: &RestoredFiles) -> GhostResult<Finalised> {
+    pub fn finalise(
+        &mut self,
+        files: &RestoredFiles,
+        steps: &[RemoteStep],
+    ) -> GhostResult<Finalised> {
         let image = self
             .image
             .take()
             .ok_or_else(|| GhostError::Image("no checkpoint has been applied".into()))?;
-        let finalised = self.finalise_as(&image, files);
+        let finalised = self.finalise_as(&image, files, steps);
         self.image = Some(image);
         finalised
     }
 
-    fn finalise_as(&mut self, image: &Checkpoint, files: &RestoredFiles) -> GhostResult<Finalised> {
+    fn finalise_as(
+        &mut self,
+        image: &Checkpoint,
+        files: &RestoredFiles,
+        steps: &[RemoteStep],
+    ) -> GhostResult<Finalised> {
         let mut clock = Clock { last: Instant::now(), parts: Vec::new() };
         self.init.set_names(&image.names.0, &image.names.1)?;
         self.init.set_last_pid(image.last_pid)?;
@@ -71,6 +82,11 @@ impl Ghost {
         for (pid, live) in living(image) {
             let body = self.body(pid)?;
             body.place_descriptors(&live.descriptors, files).map_err(GhostError::at(pid))?;
+        }
+        for steps in steps.chunk_by(|one, next| one.process() == next.process()) {
+            let pid = steps[0].process();
+            let steps: Vec<&RemoteStep> = steps.iter().collect();
+            self.body(pid)?.take_steps(&steps).map_err(GhostError::at(pid))?;
         }
         clock.part("descriptors");
         for (pid, live) in living(image) {

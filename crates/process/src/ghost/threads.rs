@@ -1,6 +1,6 @@
 //! What belongs to a thread: name, stacks, lists, scheduling, credentials, filters, registers.
 
-use hotspare_image::tree::{Credentials, GuestPid, Scheduling, Thread};
+use hotspare_image::tree::{Credentials, GuestPid, Restart, Scheduling, Thread};
 use hotspare_kernel::ptrace::{self, HostPid, Registers, Stop, Waited, Whose, reg};
 use hotspare_kernel::remote::Stub;
 
@@ -132,10 +132,13 @@ impl Body {
         if registers[reg::RAX] as i64 != RESTART_BLOCK || registers[reg::ORIG_RAX] as i64 == -1 {
             return Ok(registers);
         }
-        let blocked_ns = thread.restart.map_or(0, |restart| restart.blocked_ns);
-        let result = match self.rest_of_call(&registers, blocked_ns)? {
-            Some(arguments) => self.interrupted_call(host, &registers, arguments)?,
-            // restart_syscall(2) itself, of which nothing more is known: the caller sees a signal.
+        let rest = match thread.restart {
+            Some(restart) => self.rest_of_call(&registers, restart)?,
+            None => None,
+        };
+        let result = match rest {
+            Some((call, arguments)) => self.interrupted_call(host, call, arguments)?,
+            // A call of which nothing more is known: its caller sees that a signal came.
             None => i64::from(-libc::EINTR),
         };
         if result != RESTART_BLOCK {
@@ -146,19 +149,24 @@ impl Body {
     }
 
     /// Arguments of an interrupted call for the rest of its time; timeouts lie in slot 0.
-    fn rest_of_call(&self, registers: &Registers, blocked: u64) -> GhostResult<Option<[u64; 6]>> {
+    fn rest_of_call(
+        &self,
+        registers: &Registers,
+        restart: Restart,
+    ) -> GhostResult<Option<(i64, [u64; 6])>> {
+        let Restart { blocked_ns: blocked, call } = restart;
         let order = [reg::RDI, reg::RSI, reg::RDX, reg::R10, reg::R8, reg::R9];
         let mut arguments = order.map(|index| registers[index]);
-        let at = match registers[reg::ORIG_RAX] as i64 {
+        let at = match call {
             libc::SYS_nanosleep => 0,
             libc::SYS_clock_nanosleep => 2,
             libc::SYS_futex if arguments[1] & 0x7f == libc::FUTEX_WAIT as u64 => 3,
             // Its timeout is a point in time.
-            libc::SYS_futex => return Ok(Some(arguments)),
+            libc::SYS_futex => return Ok(Some((call, arguments))),
             libc::SYS_poll => {
                 let left = (arguments[2] as i32).max(0) as u64;
                 arguments[2] = left.saturating_sub(blocked / 1_000_000);
-                return Ok(Some(arguments));
+                return Ok(Some((call, arguments)));
             }
             _ => return Ok(None),
         };
@@ -176,19 +184,14 @@ impl Body {
         stub.memory().write_u64(offset, left / NS);
         stub.memory().write_u64(offset + 8, left % NS);
         arguments[at] = stub.scratch(0);
-        Ok(Some(arguments))
+        Ok(Some((call, arguments)))
     }
 
     /// Makes the call and interrupts it before it can sleep. Its result.
-    fn interrupted_call(
-        &self,
-        host: HostPid,
-        captured: &Registers,
-        arguments: [u64; 6],
-    ) -> GhostResult<i64> {
+    fn interrupted_call(&self, host: HostPid, call: i64, arguments: [u64; 6]) -> GhostResult<i64> {
         let mut registers = *self.hands.frame();
         registers[reg::RIP] = self.hands.stub.syscall_instruction();
-        registers[reg::RAX] = captured[reg::ORIG_RAX];
+        registers[reg::RAX] = call as u64;
         registers[reg::ORIG_RAX] = u64::MAX;
         let order = [reg::RDI, reg::RSI, reg::RDX, reg::R10, reg::R8, reg::R9];
         for (index, argument) in order.into_iter().zip(arguments) {
