@@ -293,15 +293,21 @@ impl Init {
         // end of init.
         drop(command);
         send_message(ours.as_fd(), &Request::SetUp(config.surroundings))?;
-        let made = receive_message(ours.as_fd());
+        // The maker says which number PID 1 has, PID 1 that it is ready: in either order.
+        let (mut made, mut ready) = (None, false);
+        while made.is_none() || !ready {
+            match receive_message(ours.as_fd()) {
+                Ok(Answer::Made { pid }) => made = Some(HostPid(pid)),
+                Ok(Answer::Done) => ready = true,
+                other => {
+                    let _ = outer.wait();
+                    return Err(unwanted(other?));
+                }
+            }
+        }
         outer.wait().map_err(io_error("wait for the maker of init"))?;
-        let host = match made? {
-            Answer::Made { pid } => HostPid(pid),
-            other => return Err(unwanted(other)),
-        };
-        let init = Self { pidfd: pidfd::open(host)?, socket: ours, host };
-        init.expect_done()?;
-        Ok(init)
+        let host = made.ok_or(InitError::Ended)?;
+        Ok(Self { pidfd: pidfd::open(host)?, socket: ours, host })
     }
 
     /// Its number on the host.

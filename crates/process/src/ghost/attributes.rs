@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use hotspare_image::memory::Layout;
 use hotspare_image::tree::{LiveProcess, PosixTimer, SignalAction};
 use hotspare_kernel::remote::{Call, Stub};
-use hotspare_kernel::{ptrace, spawn};
+use hotspare_kernel::{ptrace, spawn, thread_info};
 
 use super::body::{Body, TOOLS};
 use super::error::{GhostError, GhostResult};
@@ -108,8 +108,11 @@ impl Body {
 
     /// Resource limits, from outside.
     pub(super) fn set_limits(&self, live: &LiveProcess) -> GhostResult<()> {
-        for (resource, (soft, hard)) in (0u32..).zip(&live.limits) {
-            spawn::set_limit(self.host, resource, *soft, *hard)?;
+        let now = thread_info::limits(self.host)?;
+        for ((resource, wanted), now) in (0u32..).zip(&live.limits).zip(now) {
+            if *wanted != now {
+                spawn::set_limit(self.host, resource, wanted.0, wanted.1)?;
+            }
         }
         Ok(())
     }

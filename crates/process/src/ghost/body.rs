@@ -8,7 +8,7 @@ use hotspare_kernel::memory::ProcMem;
 use hotspare_kernel::proc_maps::MapLine;
 use hotspare_kernel::ptrace::HostPid;
 use hotspare_kernel::remote::vdso_syscall;
-use hotspare_kernel::{pidfd, spawn};
+use hotspare_kernel::{pidfd, spawn, thread_info};
 
 use super::error::{GhostError, GhostResult};
 use super::hands::{Batch, Hands, borrow, maps_of};
@@ -237,11 +237,15 @@ fn move_mapping(batch: &mut Batch<'_>, from: u64, bytes: u64, to: u64) {
 
 /// Limits that would hinder the building; the guest's own are set at the end.
 fn raise_limits(host: HostPid) -> GhostResult<()> {
-    for resource in [libc::RLIMIT_DATA, libc::RLIMIT_AS, libc::RLIMIT_STACK, libc::RLIMIT_MEMLOCK] {
-        spawn::set_limit(host, resource, u64::MAX, u64::MAX)?;
+    let limits = thread_info::limits(host)?;
+    let raised = [libc::RLIMIT_DATA, libc::RLIMIT_AS, libc::RLIMIT_MEMLOCK, libc::RLIMIT_NOFILE];
+    for (resource, (_, hard)) in (0u32..).zip(limits) {
+        if resource == libc::RLIMIT_CORE {
+            spawn::set_limit(host, resource, 0, hard)?;
+        } else if raised.contains(&resource) {
+            spawn::set_limit(host, resource, hard, hard)?;
+        }
     }
-    spawn::set_limit(host, libc::RLIMIT_CORE, 0, u64::MAX)?;
-    spawn::set_limit(host, libc::RLIMIT_NOFILE, 1 << 20, 1 << 20)?;
     Ok(())
 }
 

@@ -123,6 +123,16 @@ impl Ghost {
         self.sources.shared(id)
     }
 
+    /// All memory objects, for a restore on another thread.
+    pub fn all_shared_memory(&self) -> BTreeMap<SharedId, BorrowedFd<'_>> {
+        self.sources.all_shared().collect()
+    }
+
+    /// The processes of the ghost on this host.
+    pub fn host_pids(&self) -> BTreeMap<GuestPid, HostPid> {
+        self.bodies.values().map(|body| (body.pid, body.host)).collect()
+    }
+
     /// A process of the ghost on this host.
     pub fn host_pid(&self, process: GuestPid) -> Option<HostPid> {
         self.bodies.get(&process).map(|body| body.host)

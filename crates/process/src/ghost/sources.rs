@@ -121,6 +121,11 @@ impl SourceSet {
         self.shared.get(&id).map(|object| object.file.as_fd())
     }
 
+    /// All of them.
+    pub(super) fn all_shared(&self) -> impl Iterator<Item = (SharedId, BorrowedFd<'_>)> {
+        self.shared.iter().map(|(id, object)| (*id, object.file.as_fd()))
+    }
+
     /// Sets what would have hindered the filling: seals.
     pub(super) fn seal(&self) -> GhostResult<()> {
         for object in self.shared.values() {

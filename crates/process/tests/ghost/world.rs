@@ -1,0 +1,277 @@
+//! A primary and a spare in one process: the guest on the one side, its ghost on the other.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use hotspare_image::Checkpoint;
+use hotspare_image::memory::SharedId;
+use hotspare_image::tree::{GuestPid, ProcessState};
+use hotspare_kernel::{HostPid, pidfd};
+use hotspare_process::capture::{Captured, CheckpointRules};
+use hotspare_process::ghost::{Ghost, GhostConfig, clock_offsets};
+use hotspare_process::guest::Guest;
+use hotspare_process::init::{FirstProgram, Init, InitConfig};
+use hotspare_process::objects::capture::DescriptorCapture;
+use hotspare_process::objects::error::ObjectError;
+use hotspare_process::objects::outside::OutsideDescriptor;
+use hotspare_process::objects::restore::{self, GhostParts, RestoreContext, restore_all};
+use hotspare_process::objects::rules::FileRules;
+use hotspare_process::objects::socket::SocketCapture;
+use hotspare_process::objects::table::GuestProcess;
+use hotspare_process::pages::PageRun;
+
+/// The guest where it runs, with what it prints.
+pub struct Primary {
+    pub init: Init,
+    pub guest: Guest,
+    pub output: BufReader<File>,
+    // The input stays open without a byte, unless a scene writes to it.
+    pub input: File,
+    descriptors: DescriptorCapture,
+    sockets: SocketCapture,
+}
+
+fn pipe() -> (OwnedFd, OwnedFd) {
+    nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).expect("makes a pipe")
+}
+
+impl Primary {
+    pub fn start(arguments: &[&str]) -> Self {
+        let init = Init::start(InitConfig::default()).expect("starts init");
+        let (stdin, input) = pipe();
+        let (output, stdout) = pipe();
+        let stderr = std::io::stderr().as_fd().try_clone_to_owned().expect("duplicates");
+        let program = FirstProgram {
+            arguments: arguments.iter().map(|text| text.to_string()).collect(),
+            environment: vec!["PATH=/usr/local/bin:/usr/bin:/bin".into(), "LC_ALL=C".into()],
+            directory: "/".into(),
+            user: None,
+        };
+        let standard = [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()];
+        let newborn = init.spawn(program, standard, Some(GuestPid(2))).expect("spawns");
+        let guest = Guest::seize(newborn.host).expect("seizes");
+        newborn.go().expect("lets go");
+        let outside = outside([stdin, stdout, stderr]);
+        let net = init.namespaces().expect("opens namespaces").net;
+        Self {
+            init,
+            guest,
+            output: BufReader::new(output.into()),
+            input: input.into(),
+            descriptors: DescriptorCapture::new(FileRules::default(), outside),
+            sockets: SocketCapture::open(net.as_fd()).expect("opens diagnostics"),
+        }
+    }
+
+    pub fn run_for(&mut self, time: Duration) {
+        self.guest.pump(&[], time).expect("pumps");
+    }
+
+    /// Lets the guest run until it has printed `line`.
+    pub fn run_until(&mut self, line: &str) {
+        self.output = await_line(&mut self.guest, &mut self.output, line);
+    }
+
+    /// A checkpoint with all that was written since the last one.
+    pub fn checkpoint(&mut self) -> (Checkpoint, Vec<PageRun>) {
+        let mut early = Vec::new();
+        loop {
+            match self.try_checkpoint() {
+                Ok(Some(captured)) => {
+                    early.extend(captured.runs);
+                    return (captured.checkpoint, early);
+                }
+                Ok(None) | Err(ObjectError::Transient { .. }) => {
+                    self.run_for(Duration::from_millis(2));
+                }
+                Err(error) => panic!("checkpoint: {error}"),
+            }
+        }
+    }
+
+    fn try_checkpoint(&mut self) -> Result<Option<Captured>, ObjectError> {
+        self.guest.prepare()?;
+        let (descriptors, sockets) = (&mut self.descriptors, &mut self.sockets);
+        let mut objects = |guest: &Guest, checkpoint: &mut Checkpoint| {
+            take_descriptors(guest, checkpoint, descriptors, sockets)
+        };
+        let mut rules = CheckpointRules { objects: &mut objects };
+        self.guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(()))
+    }
+
+    /// The host dies.
+    pub fn die(mut self) -> String {
+        let pid = nix::unistd::Pid::from_raw(self.init.host_pid().0);
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("kills");
+        while self.guest.is_alive() {
+            self.guest.pump(&[], Duration::from_millis(5)).expect("pumps");
+        }
+        // Holds the writing end too.
+        drop(self.descriptors);
+        let mut rest = String::new();
+        self.output.read_to_string(&mut rest).expect("reads");
+        rest
+    }
+}
+
+fn outside(standard: [OwnedFd; 3]) -> Vec<OutsideDescriptor> {
+    (0..)
+        .zip(standard)
+        .map(|(number, file)| OutsideDescriptor::new(number, file).expect("looks at descriptor"))
+        .collect()
+}
+
+fn take_descriptors(
+    guest: &Guest,
+    checkpoint: &mut Checkpoint,
+    descriptors: &mut DescriptorCapture,
+    sockets: &mut SocketCapture,
+) -> Result<(), ObjectError> {
+    let mut alive = Vec::new();
+    for process in &checkpoint.processes {
+        if let ProcessState::Alive(_) = process.state {
+            let host = guest.host_pid(process.pid).expect("is alive");
+            alive.push((host, process.pid, pidfd::open(host)?));
+        }
+    }
+    let processes: Vec<_> = alive
+        .iter()
+        .map(|(host, pid, pidfd)| GuestProcess { host: *host, pid: *pid, pidfd: pidfd.as_fd() })
+        .collect();
+    let mut name = |_device: (u32, u32), inode: u64| SharedId(inode);
+    let captured = descriptors.capture(&processes, sockets, &mut name)?;
+    checkpoint.files = captured.files;
+    let mut tables: BTreeMap<GuestPid, _> =
+        processes.iter().map(|process| process.pid).zip(captured.tables).collect();
+    for process in &mut checkpoint.processes {
+        if let ProcessState::Alive(live) = &mut process.state {
+            live.descriptors = tables.remove(&process.pid).unwrap_or_default();
+        }
+    }
+    Ok(())
+}
+
+/// Lets the guest run until it prints `line`; what comes before is skipped.
+pub fn await_line(guest: &mut Guest, output: &mut BufReader<File>, line: &str) -> BufReader<File> {
+    loop {
+        let text = next_line(guest, output);
+        if text == line {
+            let file = output.get_ref().try_clone().expect("duplicates");
+            assert!(output.buffer().is_empty(), "more than was waited for");
+            return BufReader::new(file);
+        }
+    }
+}
+
+/// The next line the guest prints.
+pub fn next_line(guest: &mut Guest, output: &mut BufReader<File>) -> String {
+    while output.buffer().is_empty() {
+        let file = output.get_ref().try_clone().expect("duplicates");
+        if guest.pump(&[file.as_fd()], Duration::from_secs(30)).expect("pumps") == [true] {
+            output.fill_buf().expect("reads");
+            break;
+        }
+        assert!(guest.is_alive(), "the guest ended: {:?}", guest.root_status());
+    }
+    let mut text = String::new();
+    output.read_line(&mut text).expect("reads");
+    assert!(!text.is_empty(), "the guest's output ended");
+    text.trim_end().to_owned()
+}
+
+/// The ghost's side.
+pub struct Spare {
+    pub ghost: Ghost,
+}
+
+struct Parts<'a> {
+    hosts: BTreeMap<GuestPid, HostPid>,
+    shared: BTreeMap<SharedId, BorrowedFd<'a>>,
+    standard: [BorrowedFd<'a>; 3],
+}
+
+impl GhostParts for Parts<'_> {
+    fn host_pid(&self, pid: GuestPid) -> Option<HostPid> {
+        self.hosts.get(&pid).copied()
+    }
+    fn shared(&self, id: SharedId) -> Option<BorrowedFd<'_>> {
+        self.shared.get(&id).copied()
+    }
+    fn outside(&self, standard: i32) -> Option<BorrowedFd<'_>> {
+        self.standard.get(standard as usize).copied()
+    }
+}
+
+/// The guest after the failover.
+pub struct Taken {
+    pub init: Init,
+    pub guest: Guest,
+    pub output: BufReader<File>,
+    pub input: File,
+    pub parts: Vec<(&'static str, Duration)>,
+}
+
+impl Spare {
+    pub fn start(first: &Checkpoint) -> Self {
+        let mut init = InitConfig::default();
+        init.surroundings.clocks = clock_offsets(first.clocks);
+        let config = GhostConfig { init, replicated: Vec::new() };
+        Self { ghost: Ghost::new(config).expect("makes a ghost") }
+    }
+
+    pub fn apply(&mut self, (checkpoint, runs): (Checkpoint, Vec<PageRun>)) {
+        self.ghost.apply(checkpoint, &mut runs.into_iter()).expect("applies");
+    }
+
+    /// Failover: the ghost goes live.
+    pub fn take_over(mut self) -> Taken {
+        let image = self.ghost.image().expect("has a checkpoint").clone();
+        let (stdin, input) = pipe();
+        let (output, stdout) = pipe();
+        let stderr = std::io::stderr().as_fd().try_clone_to_owned().expect("duplicates");
+        let restored = {
+            let parts = Parts {
+                hosts: self.ghost.host_pids(),
+                shared: self.ghost.all_shared_memory(),
+                standard: [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
+            };
+            let rules = FileRules::default();
+            let own = restore::own_descriptors().expect("opens own descriptors");
+            let tables: Vec<_> = image
+                .processes
+                .iter()
+                .filter_map(|process| match &process.state {
+                    ProcessState::Alive(live) => Some((process.pid, &live.descriptors[..])),
+                    ProcessState::Zombie { .. } => None,
+                })
+                .collect();
+            let restore = || {
+                let context = RestoreContext::new(&parts, &rules, image.clocks, 100, own);
+                restore_all(&image.files, &tables, &context)
+            };
+            let inside = self.ghost.namespaces().run(restore);
+            inside.expect("enters the namespaces").expect("restores")
+        };
+        let finalised = self.ghost.finalise(&restored.files, &restored.steps).expect("finalises");
+        drop(restored);
+        drop((stdin, stdout));
+        let released = self.ghost.release(finalised).expect("releases");
+        let hosts: Vec<HostPid> = released.threads.iter().map(|thread| thread.host).collect();
+        let root = released.threads.iter().find(|thread| thread.tid == GuestPid(2));
+        let root = root.map_or(hosts[0], |thread| thread.host);
+        let guest = Guest::adopt(root, &hosts).expect("adopts");
+        for (part, time) in &released.parts {
+            println!("  {part}: {time:?}");
+        }
+        Taken {
+            init: released.init,
+            guest,
+            output: BufReader::new(output.into()),
+            input: input.into(),
+            parts: released.parts,
+        }
+    }
+}
