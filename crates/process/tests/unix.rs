@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use hotspare_image::objects::{FileId, FileOwner, Object, OpenFile};
 use hotspare_image::tree::{GuestPid, HostPath};
+use hotspare_kernel::descriptor;
 use hotspare_kernel::segment::SegmentSender;
 use hotspare_kernel::socket::{self, Outgoing};
 use hotspare_process::objects::error::{ObjectError, ObjectResult};
@@ -65,6 +66,9 @@ impl GuestView for View {
     }
 }
 
+/// Status flags that fcntl(2) shows of the sockets here.
+const FLAGS: u32 = (libc::O_RDWR | libc::O_NONBLOCK) as u32;
+
 fn try_capture(guest: &mut TestGuest, sockets: &[&dyn AsFd]) -> ObjectResult<Vec<OpenFile>> {
     let net = std::fs::File::open("/proc/thread-self/ns/net").expect("open");
     let mut capture = SocketCapture::open(net.as_fd()).expect("open");
@@ -77,7 +81,7 @@ fn try_capture(guest: &mut TestGuest, sockets: &[&dyn AsFd]) -> ObjectResult<Vec
         let view = View(guest.directories.clone());
         let object = capture.capture(fd, inode(fd), &view, &mut |file| guest.in_flight(file))?;
         let owner = FileOwner::default();
-        Ok(OpenFile { id: FileId(number as u32), flags: 0, owner, object })
+        Ok(OpenFile { id: FileId(number as u32), flags: FLAGS, owner, object })
     });
     let mut files = files.collect::<ObjectResult<Vec<_>>>()?;
     settle(&mut files)?;
@@ -104,6 +108,11 @@ fn restore(files: &[OpenFile], others: Vec<(FileId, OwnedFd)>) -> Ghost {
     let mut made = others.into_iter().collect();
     objects::socket::restore(files, 0, &mut made, &|guest| Some(guest.0)).expect("restore");
     go_live(files, &made).expect("go live");
+    for file in files {
+        let flags = descriptor::status_flags(made[&file.id].as_fd()).expect("get flags");
+        assert_eq!(flags as u32 & FLAGS, FLAGS);
+        descriptor::set_status_flags(made[&file.id].as_fd(), 0).expect("set flags");
+    }
     Ghost(made)
 }
 

@@ -15,6 +15,7 @@ use hotspare_kernel::sock_diag::{SockDiag, UnixEntry};
 use hotspare_kernel::socket;
 
 use super::error::{ObjectError, ObjectResult};
+use super::restore::set_flags;
 use super::socket_options::{OptionReader, SocketKind};
 use super::tcp::{self, TcpCache};
 use super::unix::{self, GuestView, HostPidOf, InFlight, Made, UnixRestore};
@@ -206,7 +207,18 @@ pub fn restore(
     for (id, image) in &kinds.netlink {
         made.insert(*id, netlink::restore(image)?);
     }
-    unix.finish(&kinds.unix, made, host_pid)
+    unix.finish(&kinds.unix, made, host_pid)?;
+    for file in files.iter().filter(|file| is_socket(&file.object)) {
+        if let Some(socket) = made.get(&file.id) {
+            set_flags(socket, file.flags)?;
+        }
+    }
+    Ok(())
+}
+
+fn is_socket(object: &Object) -> bool {
+    use Object::{Netlink, Tcp, Udp, Unix};
+    matches!(object, Unix(_) | Udp(_) | Tcp(_) | Netlink(_))
 }
 
 /// Lets TCP connections speak and UDP datagrams in, in the calling thread's network namespace.

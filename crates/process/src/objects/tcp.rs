@@ -44,6 +44,9 @@ use super::socket_options::{
 const QUEUE_BYTES_MAX: usize = 4 << 20;
 /// How often a connection is read again because its peer was active meanwhile.
 const ATTEMPTS_MAX: usize = 5;
+/// What `TCP_MAXSEG` takes.
+const MSS_MIN: u32 = 88;
+const MSS_MAX: u32 = 32_767;
 /// How far a restored connection's timestamps are moved ahead beyond the age of the checkpoint:
 /// they must not be older than the last one sent.
 const TIMESTAMP_MARGIN_MS: u32 = 10_000;
@@ -376,7 +379,12 @@ fn connected(image: &TcpSocket, connection: &TcpConnection, age_ms: u32) -> Obje
     repair.set_sequence(numbers.send)?;
     repair.select(Queue::Receive)?;
     repair.set_sequence(numbers.receive.wrapping_sub(connection.unread.len() as u32))?;
+    // Otherwise segments are as small as the peer's option would be missing, for a long time.
+    let (level, name) = (libc::IPPROTO_TCP, libc::TCP_MAXSEG);
+    let mss = connection.mss_clamp.clamp(MSS_MIN, MSS_MAX) as i32;
+    socket::set_option_i32(borrowed, level, name, mss)?;
     socket::connect(borrowed, &connection.remote.0).map_err(ObjectError::kernel(what()))?;
+    socket::set_option_i32(borrowed, level, name, 0)?;
     repair.set_handshake(HandshakeOptions {
         mss_clamp: connection.mss_clamp,
         window_scales: connection.window_scales,
