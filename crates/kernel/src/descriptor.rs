@@ -377,6 +377,23 @@ pub fn open_queue(name: &CStr, flags: i32) -> Result<OwnedFd> {
     Ok(own(check("open message queue", fd)?))
 }
 
+/// Creates a queue of the default size with permission bits `mode` (mq_open(2)); fails where it
+/// exists.
+pub fn create_queue(name: &CStr, mode: u32) -> Result<OwnedFd> {
+    let flags = libc::O_CREAT | libc::O_EXCL | libc::O_RDWR | libc::O_CLOEXEC;
+    let (number, default) = (libc::SYS_mq_open, 0);
+    // SAFETY: `name` ends with a zero byte; a null pointer asks for the default size.
+    let fd = unsafe { libc::syscall(number, name.as_ptr(), flags, mode, default) };
+    Ok(own(check("create message queue", fd)?))
+}
+
+/// mq_unlink(2).
+pub fn remove_queue(name: &CStr) -> Result<()> {
+    // SAFETY: `name` ends with a zero byte.
+    let ret = unsafe { libc::syscall(libc::SYS_mq_unlink, name.as_ptr()) };
+    check("remove message queue", ret).map(drop)
+}
+
 /// Largest `struct file_handle` payload (`MAX_HANDLE_SZ`).
 pub const HANDLE_BYTES_MAX: usize = 128;
 

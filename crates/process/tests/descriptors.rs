@@ -43,6 +43,9 @@ fn guest_side() {
         ("renamed", open_renamed),
         ("in flight", open_in_flight),
         ("owner", open_owner),
+        ("family", open_family),
+        ("loner", open_loner),
+        ("queue", open_queue),
     ]);
 }
 
@@ -775,4 +778,116 @@ fn a_file_that_signals_is_armed_by_the_process() {
         _ => false,
     });
     assert!(armed, "{:?}", ghost.restored.steps);
+}
+
+/// Starts this program once more with `files` at the same numbers; it waits until it is killed.
+fn have_child(files: &[&OwnedFd]) -> std::process::Child {
+    for file in files {
+        let keep = nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty());
+        nix::fcntl::fcntl(file, keep).unwrap();
+    }
+    let mut child = std::process::Command::new("/bin/sh");
+    child.args(["-c", "echo; read line"]);
+    child.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+    let mut child = child.spawn().unwrap();
+    // It has run exec(2) when it says something.
+    child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+    child
+}
+
+fn open_family(directory: &Path, _: u32, opened: &mut Opened) {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(true);
+    let file = OwnedFd::from(options.open(directory.join("shared")).unwrap());
+    let lock = descriptor::lock_record(true, 0, 0);
+    nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_SETLK(&lock)).unwrap();
+    let own = OwnedFd::from(File::open("/dev/null").unwrap());
+    let mut child = have_child(&[&file]);
+    println!("@child {}", child.id());
+    // The pipes to the child are no part of the test; it ends when they do.
+    opened.push(("input", child.stdin.take().unwrap().into()));
+    opened.push(("output", child.stdout.take().unwrap().into()));
+    opened.push(("file", file));
+    opened.push(("own", own));
+}
+
+#[test]
+fn processes_share_descriptions_and_a_lock_belongs_to_its_holder() {
+    let directory = scratch();
+    let guest = Guest::start("family", directory.path());
+    let child = HostPid(guest.fds["child"]);
+    let pidfd = hotspare_kernel::pidfd::open(child).unwrap();
+    let second = hotspare_process::objects::table::GuestProcess {
+        host: child,
+        pid: GuestPid(3),
+        pidfd: pidfd.as_fd(),
+    };
+    let mut capturing = Capturing::of(&guest);
+    for _ in 0..2 {
+        let image = capturing.capture(&[guest.process(), second]).unwrap();
+        let number = guest.fds["file"];
+        let (parents, childs) = (image.file_of(0, number), image.file_of(1, number));
+        assert_eq!(parents.id, childs.id);
+        assert!(image.tables[1].iter().all(|each| each.fd != guest.fds["own"]));
+        let Object::Regular(file) = &parents.object else { panic!("{parents:?}") };
+        let [lock] = &file.locks[..] else { panic!("{file:?}") };
+        assert_eq!(lock.holder, GuestPid(2));
+        let flag = |process: usize| {
+            image.tables[process].iter().find(|each| each.fd == number).unwrap().close_on_exec
+        };
+        assert!(!flag(0) && !flag(1));
+    }
+}
+
+fn open_loner(_: &Path, _: u32, opened: &mut Opened) {
+    let (ready, is_ready) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_FILES).unwrap();
+        ready.send(nix::unistd::gettid().as_raw()).unwrap();
+        std::thread::park();
+    });
+    println!("@thread {}", is_ready.recv().unwrap());
+    opened.push(("null", File::open("/dev/null").unwrap().into()));
+}
+
+#[test]
+fn a_thread_with_a_table_of_its_own_is_refused() {
+    let directory = scratch();
+    let guest = Guest::start("loner", directory.path());
+    let mut capturing = Capturing::of(&guest);
+    capturing.capture(&[guest.process()]).unwrap();
+    let same = [guest.host(); 20];
+    capturing.kept.check_threads(&guest.process(), &same).unwrap();
+    let mut threads = same;
+    threads[17] = HostPid(guest.fds["thread"]);
+    capturing.kept.check_threads(&guest.process(), &threads).unwrap();
+    let error = capturing.kept.check_threads(&guest.process(), &threads).unwrap_err();
+    assert!(error.to_string().contains("descriptor table of its own"), "{error}");
+}
+
+fn queue_name() -> String {
+    format!("hotspare-test-{}", std::process::id())
+}
+
+fn open_queue(_: &Path, _: u32, opened: &mut Opened) {
+    let name = std::ffi::CString::new(queue_name()).unwrap();
+    descriptor::create_queue(&name, 0o600).unwrap();
+    let queue = descriptor::open_queue(&name, libc::O_RDWR | libc::O_NONBLOCK).unwrap();
+    opened.push(("queue", queue));
+}
+
+#[test]
+fn a_message_queue_is_opened_by_its_name() {
+    let directory = scratch();
+    let guest = Guest::start("queue", directory.path());
+    let (image, ghost) = move_over(guest);
+    let name = image.files.iter().find_map(|file| match &file.object {
+        Object::MessageQueue(queue) => Some(queue.name.clone()),
+        _ => None,
+    });
+    let name = name.unwrap();
+    let link = format!("/proc/self/fd/{}", ghost.fd("queue").as_raw_fd());
+    assert_eq!(std::fs::read_link(link).unwrap().to_str(), Some(name.as_str()));
+    assert_eq!(flags(ghost.fd("queue")), (libc::O_RDWR | libc::O_NONBLOCK) as u32);
+    descriptor::remove_queue(&std::ffi::CString::new(&name[1..]).unwrap()).unwrap();
 }

@@ -76,6 +76,16 @@ impl DescriptorCapture {
         Self { rules, outside, tables, scratch, paths, next_id: 0 }
     }
 
+    /// Looks whether some of the `threads` of a captured process left its descriptor table, which
+    /// is refused. To be called at each stop; goes through all threads in a few epochs.
+    pub fn check_threads(
+        &mut self,
+        process: &GuestProcess<'_>,
+        threads: &[HostPid],
+    ) -> ObjectResult<()> {
+        self.tables.check_threads(process, threads)
+    }
+
     /// Takes the descriptors of `processes`: all of the guest, all stopped. Duplicates that are
     /// made are closed on return. A description that is met again keeps its [`FileId`].
     ///
@@ -204,6 +214,7 @@ impl Session<'_> {
                 let host = self.processes[row.process].host;
                 if let Some(slot) = self.kept.tables.of(host).slot(row.fd) {
                     slot.file = Some(seen.id);
+                    slot.rank = row.rank;
                     slot.known = (nth == 0).then(|| seen.known.clone());
                 }
             }

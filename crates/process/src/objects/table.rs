@@ -12,7 +12,8 @@
 //!
 //! Descriptors can only share a description when everything fdinfo says of them is equal; only
 //! those candidates are compared with kcmp(2), against one descriptor of each description that was
-//! found, by binary search in the kernel's order.
+//! found, by binary search in the kernel's order. That order is remembered, so that in the next
+//! epoch one comparison a descriptor confirms it.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -28,7 +29,7 @@ use hotspare_kernel::descriptor::{self, Place};
 use hotspare_kernel::{HostPid, KernelError};
 
 use super::class::Known;
-use super::error::ObjectResult;
+use super::error::{ObjectError, ObjectResult};
 use super::fdinfo::{self, Header};
 
 /// A process of the guest, stopped.
@@ -55,6 +56,8 @@ pub struct Row {
     pub detail: Range<usize>,
     /// Index of its open file description.
     pub file: usize,
+    /// Where its description came in the kernel's order among its like in the last epoch.
+    pub rank: u32,
 }
 
 /// All descriptors of the guest, by process and number.
@@ -96,6 +99,8 @@ pub struct Slot {
     pub file: Option<FileId>,
     /// What it was in the last epoch.
     pub known: Option<Known>,
+    /// [`Row::rank`] for the next epoch.
+    pub rank: u32,
 }
 
 /// What we keep of a process between epochs.
@@ -106,6 +111,8 @@ pub struct KnownTable {
     infos: OwnedFd,
     // Sorted by number.
     slots: Vec<Slot>,
+    // How many of its threads were looked at in this round.
+    checked: usize,
 }
 
 fn open_directory(path: &str) -> ObjectResult<OwnedFd> {
@@ -117,7 +124,7 @@ impl KnownTable {
     fn new(host: HostPid) -> ObjectResult<Self> {
         let numbers = open_directory(&format!("/proc/{host}/fd"))?;
         let infos = open_directory(&format!("/proc/{host}/fdinfo"))?;
-        Ok(Self { host, numbers, infos, slots: Vec::new() })
+        Ok(Self { host, numbers, infos, slots: Vec::new(), checked: 0 })
     }
 
     /// `/proc/PID/fd`.
@@ -164,7 +171,7 @@ impl KnownTable {
             let name = entry.map_err(KernelError::io("list descriptors"))?.file_name();
             let Some(fd) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
             if self.slots[..known].binary_search_by_key(&fd, |slot| slot.fd).is_err() {
-                self.slots.push(Slot { fd, info: None, file: None, known: None });
+                self.slots.push(Slot { fd, info: None, file: None, known: None, rank: 0 });
             }
         }
         let mut fresh = self.slots.split_off(known);
@@ -219,7 +226,8 @@ fn read_slot(
     let (header, at) = fdinfo::parse(&rows.text[start..])
         .map_err(|error| KernelError::Unexpected(error.to_string()))?;
     let detail = start + at..rows.text.len();
-    rows.rows.push(Row { process, fd: slot.fd, header, detail, file: usize::MAX });
+    let (fd, rank) = (slot.fd, slot.rank);
+    rows.rows.push(Row { process, fd, header, detail, file: usize::MAX, rank });
     Ok(true)
 }
 
@@ -263,6 +271,7 @@ impl Tables {
     /// Reads the tables of `processes`, which are all the guest has, and forgets all others.
     pub fn read(&mut self, processes: &[GuestProcess<'_>]) -> ObjectResult<Rows> {
         self.processes.retain(|host, _| processes.iter().any(|process| process.host == *host));
+        self.refuse_shared_tables(processes)?;
         let mut rows = Rows::default();
         for (index, process) in processes.iter().enumerate() {
             let start = (rows.rows.len(), rows.text.len());
@@ -284,6 +293,50 @@ impl Tables {
     }
 }
 
+impl Tables {
+    /// Refuses processes that share one table (`CLONE_FILES` without `CLONE_THREAD`): the image has
+    /// a table for each. Only new processes are looked at, since tables are shared from birth.
+    fn refuse_shared_tables(&self, processes: &[GuestProcess<'_>]) -> ObjectResult<()> {
+        let is_new = |process: &&GuestProcess<'_>| !self.processes.contains_key(&process.host);
+        for new in processes.iter().filter(is_new) {
+            for other in processes.iter().filter(|other| other.host != new.host) {
+                if descriptor::compare_tables(new.host, other.host)?.is_eq() {
+                    let what = format!("process {}", new.pid);
+                    let reason = format!(
+                        "it shares its descriptor table with process {} (clone with CLONE_FILES)",
+                        other.pid
+                    );
+                    return Err(ObjectError::refused(what, reason));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a thread that left its process's table (`unshare(CLONE_FILES)`): its descriptors
+    /// would be lost without a word. A thread can do so at any time, and a look costs a
+    /// microsecond; so each call looks at a few `threads` and goes on with others next time.
+    pub fn check_threads(
+        &mut self,
+        process: &GuestProcess<'_>,
+        threads: &[HostPid],
+    ) -> ObjectResult<()> {
+        const AT_ONCE: usize = 8;
+        let Some(table) = self.processes.get_mut(&process.host) else { return Ok(()) };
+        let begin = if table.checked < threads.len() { table.checked } else { 0 };
+        let end = threads.len().min(begin + AT_ONCE);
+        table.checked = end;
+        for thread in &threads[begin..end] {
+            if !descriptor::compare_tables(process.host, *thread)?.is_eq() {
+                let what = format!("a thread of process {}", process.pid);
+                let reason = "it has a descriptor table of its own (unshare with CLONE_FILES)";
+                return Err(ObjectError::refused(what, reason));
+            }
+        }
+        Ok(())
+    }
+}
+
 /// What descriptors of one description have in common.
 pub type Key = (i32, u64, u32, u64, u64);
 
@@ -296,18 +349,18 @@ pub fn key(header: &Header, detail: &[u8]) -> Key {
 /// Finds which rows share a description: fills in [`Row::file`] and returns the rows of each
 /// description, the first in order of process and number at the front.
 pub fn share(rows: &mut Rows, processes: &[GuestProcess<'_>]) -> ObjectResult<Vec<Vec<usize>>> {
-    let mut order: Vec<(Key, usize)> = rows
+    let mut order: Vec<(Key, u32, usize)> = rows
         .rows
         .iter()
         .enumerate()
-        .map(|(index, row)| (key(&row.header, rows.detail(row)), index))
+        .map(|(index, row)| (key(&row.header, rows.detail(row)), row.rank, index))
         .collect();
     order.sort_unstable();
     let mut files: Vec<Vec<usize>> = Vec::with_capacity(order.len());
     for candidates in order.chunk_by(|one, other| one.0 == other.0) {
         // Indices into `files`, in the kernel's order of descriptions.
-        let mut found: Vec<usize> = Vec::with_capacity(1);
-        for &(_, index) in candidates {
+        let mut found: Vec<usize> = Vec::with_capacity(candidates.len());
+        for &(_, _, index) in candidates {
             let place = |row: usize| -> Place {
                 (processes[rows.rows[row].process].host, rows.rows[row].fd)
             };
@@ -322,6 +375,14 @@ pub fn share(rows: &mut Rows, processes: &[GuestProcess<'_>]) -> ObjectResult<Ve
                 }
             }
         }
+        for (rank, &file) in found.iter().enumerate() {
+            for &row in &files[file] {
+                rows.rows[row].rank = rank as u32;
+            }
+        }
+    }
+    for members in &mut files {
+        members.sort_unstable();
     }
     files.sort_unstable_by_key(|members| members[0]);
     for (file, members) in files.iter().enumerate() {
@@ -332,19 +393,20 @@ pub fn share(rows: &mut Rows, processes: &[GuestProcess<'_>]) -> ObjectResult<Ve
     Ok(files)
 }
 
-/// Binary search with a comparison that can fail.
+/// Binary search with a comparison that can fail; the end is tried first.
 fn search(
     found: &[usize],
     mut compare: impl FnMut(usize) -> Result<Ordering, KernelError>,
 ) -> ObjectResult<Result<usize, usize>> {
     let (mut low, mut high) = (0, found.len());
+    let mut middle = high.saturating_sub(1);
     while low < high {
-        let middle = low + (high - low) / 2;
         match compare(found[middle])? {
             Ordering::Equal => return Ok(Ok(middle)),
             Ordering::Less => low = middle + 1,
             Ordering::Greater => high = middle,
         }
+        middle = low + (high - low) / 2;
     }
     Ok(Err(low))
 }
