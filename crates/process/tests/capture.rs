@@ -5,6 +5,7 @@ use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use hotspare_image::Checkpoint;
 use hotspare_image::memory::{Backing, MmId, PAGE_BYTES, PageOwner};
 use hotspare_image::tree::ProcessState;
 use hotspare_kernel::HostPid;
@@ -88,7 +89,6 @@ impl Model {
 /// Takes `count` checkpoints, comparing the model with the guest inside each pause.
 fn compare_checkpoints(guest: &mut Guest, count: usize) -> usize {
     let mut model = Model::default();
-    let mut compared = 0;
     let mut taken = 0;
     while taken < count {
         guest.pump(&[], Duration::from_millis(7)).expect("pumps");
@@ -113,29 +113,41 @@ fn compare_checkpoints(guest: &mut Guest, count: usize) -> usize {
         taken += 1;
         model.apply(captured, early);
     }
-    // A last checkpoint with nothing running afterwards.
+    // A last look with nothing running afterwards. Describing comes first: it lets threads run
+    // calls of ours, and the kernel may write their processor number into their memory then.
     let mut early = Vec::new();
-    guest
-        .freeze(|guest| {
-            guest.scan().expect("scans");
-            guest.precopy(u64::MAX, &mut early).expect("copies");
-            model.apply(empty(), std::mem::take(&mut early));
-            let captured = guest.describe_stopped().expect("describes");
-            for space in &captured.spaces {
-                let process = captured.processes.iter().find(|process| {
-                matches!(&process.state, ProcessState::Alive(live) if live.mm == space.id)
-            });
-                let inner = process.expect("has a process").pid;
-                let pid = guest.host_pid(inner).expect("is alive");
-                for mapping in &space.mappings {
-                    if matches!(mapping.backing, Backing::Anonymous) {
-                        let range = mapping.range;
-                        compared += model.compare(space.id, pid, range.start.0, range.end.0);
-                    }
-                }
+    let mut look = |guest: &mut Guest| {
+        let captured = guest.describe_stopped().expect("describes");
+        guest.scan().expect("scans");
+        guest.precopy(u64::MAX, &mut early).expect("copies");
+        model.apply(empty(), std::mem::take(&mut early));
+        compare_all(&model, guest, &captured)
+    };
+    loop {
+        guest.pump(&[], Duration::from_millis(3)).expect("pumps");
+        match guest.freeze(&mut look) {
+            Ok(compared) => return compared,
+            Err(ObjectError::Transient { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+/// Compares every page of anonymous memory of the stopped guest; returns how many.
+fn compare_all(model: &Model, guest: &Guest, captured: &Checkpoint) -> usize {
+    let mut compared = 0;
+    for space in &captured.spaces {
+        let process = captured.processes.iter().find(
+            |process| matches!(&process.state, ProcessState::Alive(live) if live.mm == space.id),
+        );
+        let pid = guest.host_pid(process.expect("has a process").pid).expect("is alive");
+        for mapping in &space.mappings {
+            if matches!(mapping.backing, Backing::Anonymous) {
+                let range = mapping.range;
+                compared += model.compare(space.id, pid, range.start.0, range.end.0);
             }
-        })
-        .expect("freezes");
+        }
+    }
     compared
 }
 
@@ -175,7 +187,8 @@ def churn():
             libc.munmap(a, n * P); areas.remove(area)
         elif what == 5:
             m = random.randrange(1, 64)
-            area[0] = libc.mremap(a, n * P, m * P, 1); area[1] = m
+            moved = libc.mremap(a, n * P, m * P, 1)
+            if moved != 2**64 - 1: area[0] = moved; area[1] = m
         elif what == 6:
             libc.mprotect(a + page * P, P, 1); libc.mprotect(a + page * P, P, 3)
 churn()

@@ -232,25 +232,31 @@ impl Guest {
         parts: &mut PauseParts,
     ) -> ObjectResult<Option<Captured>> {
         let mut clock = Lap::start();
-        let mut runs = Vec::new();
         self.prepare_stopped()?;
+        // Threads run calls of ours here, and the kernel may write their processor number into
+        // their memory then: the scan comes after it.
+        let mut checkpoint = self.capture_tree()?;
+        parts.threads = clock.lap();
         self.shared.begin_round();
         self.scan_stopped()?;
-        self.shared.scan(&mut runs)?;
+        self.shared.scan(&mut self.unsent)?;
         parts.scan = clock.lap();
         if self.backlog_pages() > backlog_max {
             return Ok(None);
         }
-        let mut checkpoint = self.capture_tree()?;
-        parts.threads = clock.lap();
         self.capture_objects(rules, &mut checkpoint)?;
         self.capture_spaces(&mut checkpoint)?;
         parts.objects = clock.lap();
-        self.precopy(u64::MAX, &mut runs)?;
+        // Kept with the guest until the end: if something fails, the next attempt sends them.
+        let mut runs = std::mem::take(&mut self.unsent);
+        let copied = self.precopy(u64::MAX, &mut runs);
+        self.unsent = runs;
+        copied?;
         parts.copy = clock.lap();
         during()?;
         parts.during = clock.lap();
         self.commit_round();
+        let runs = std::mem::take(&mut self.unsent);
         Ok(Some(Captured { checkpoint, runs, parts: PauseParts::default() }))
     }
 
@@ -265,6 +271,7 @@ impl Guest {
     /// Describes the stopped guest without descriptors, and without taking anything as told; only
     /// within [`Guest::freeze`].
     pub fn describe_stopped(&mut self) -> ObjectResult<Checkpoint> {
+        self.prepare_stopped()?;
         let mut checkpoint = self.capture_tree()?;
         self.capture_spaces(&mut checkpoint)?;
         Ok(checkpoint)

@@ -135,6 +135,7 @@ impl Space {
         let mut populated = Ranges::default();
         let mut written = Ranges::default();
         let mut regions = Vec::new();
+        let fresh_before = self.fresh.len();
         for line in &lines {
             match tracked(line) {
                 Tracked::Kernel | Tracked::File => {}
@@ -147,11 +148,9 @@ impl Space {
         }
         self.lines = lines;
         let mut gone = self.populated.without(&populated);
-        if !self.fresh.is_empty() {
-            // What stood where a mapping was made anew is discarded as a whole already.
-            let fresh = merge_sorted(self.fresh.iter().map(|r| (r.start.0, r.end.0)).collect());
-            gone = gone.without(&fresh);
-        }
+        // What stood where a mapping was just found to be new is discarded as a whole already.
+        let fresh = self.fresh[fresh_before..].iter().map(|range| (range.start.0, range.end.0));
+        gone = gone.without(&merge_sorted(fresh.collect()));
         self.discards.extend(gone.iter().map(|(start, end)| GuestRange::new(start, end)));
         self.populated = populated;
         self.backlog = self.backlog.with(&written);

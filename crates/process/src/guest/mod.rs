@@ -24,6 +24,7 @@ use hotspare_kernel::ptrace::{self, Stop, Waited, Whose};
 
 use crate::capture::shared::SharedTable;
 use crate::objects::error::{ObjectError, ObjectResult};
+use crate::pages::PageRun;
 pub(crate) use register::SeenRestart;
 pub use register::{Ended, Process, Thread};
 pub use stop::Held;
@@ -36,6 +37,8 @@ pub struct Guest {
     /// Ended processes their parents may not have waited for yet.
     pub(crate) ended: BTreeMap<HostPid, Ended>,
     pub(crate) shared: SharedTable,
+    /// Runs of a checkpoint that failed after they were made.
+    pub(crate) unsent: Vec<PageRun>,
     news: News,
     root: HostPid,
     root_status: Option<i32>,
@@ -68,6 +71,7 @@ impl Guest {
             threads: BTreeMap::new(),
             ended: BTreeMap::new(),
             shared: SharedTable::default(),
+            unsent: Vec::new(),
             news: News::new()?,
             root,
             root_status: None,
