@@ -73,7 +73,9 @@ impl Model {
                 let zero = page.iter().all(|byte| *byte == 0);
                 match self.0.get(&(PageOwner::Mm(mm), at)) {
                     Some(held) => {
-                        assert!(*held == page, "page {at:#x} of {mm:?} differs");
+                        let first = held.iter().zip(&page).position(|(held, page)| held != page);
+                        let pair = first.map(|at| (at, held[at], page[at]));
+                        assert_eq!(pair, None, "page {at:#x} of {start:#x}-{end:#x} differs");
                         wanted -= 1;
                     }
                     None => assert!(zero, "page {at:#x} of {mm:?} is missing"),
@@ -118,7 +120,7 @@ fn compare_checkpoints(guest: &mut Guest, count: usize) -> usize {
     let mut early = Vec::new();
     let mut look = |guest: &mut Guest| {
         let captured = guest.describe_stopped().expect("describes");
-        guest.scan().expect("scans");
+        guest.scan_stopped().expect("scans");
         guest.precopy(u64::MAX, &mut early).expect("copies");
         model.apply(empty(), std::mem::take(&mut early));
         compare_all(&model, guest, &captured)

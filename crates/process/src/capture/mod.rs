@@ -91,7 +91,7 @@ impl Guest {
             .collect();
         for pid in new {
             self.prepare_process(pid)?;
-            self.scan_process(pid)?;
+            self.scan_process(pid, true)?;
         }
         Ok(())
     }
@@ -124,10 +124,10 @@ impl Guest {
         Ok(())
     }
 
-    fn scan_process(&mut self, pid: HostPid) -> ObjectResult<()> {
+    fn scan_process(&mut self, pid: HostPid, stopped: bool) -> ObjectResult<()> {
         let Some(process) = self.processes.get_mut(&pid) else { return Ok(()) };
         let Some(space) = process.space.as_mut() else { return Ok(()) };
-        space.scan()?;
+        space.scan(stopped)?;
         self.shared.take_written(pid, space)
     }
 
@@ -147,20 +147,22 @@ impl Guest {
     /// call execve meanwhile are left to the next stop.
     pub fn scan(&mut self) -> ObjectResult<()> {
         for pid in self.processes().collect::<Vec<_>>() {
-            passing(self.scan_process(pid))?;
+            passing(self.scan_process(pid, false))?;
         }
         Ok(())
     }
 
-    fn scan_stopped(&mut self) -> ObjectResult<()> {
+    /// Finds what was written since the last scan, in the stopped guest; see [`Guest::freeze`].
+    pub fn scan_stopped(&mut self) -> ObjectResult<()> {
         for pid in self.processes().collect::<Vec<_>>() {
-            self.scan_process(pid)?;
+            self.scan_process(pid, true)?;
         }
         Ok(())
     }
 
     /// Copies up to `bytes_max` of what was found written into `runs`, while the guest runs.
     pub fn precopy(&mut self, bytes_max: u64, runs: &mut Vec<PageRun>) -> ObjectResult<()> {
+        runs.append(&mut self.unsent);
         for process in self.processes.values_mut() {
             let Some(space) = process.space.as_mut() else { continue };
             passing(space.copy(bytes_max, runs))?;
@@ -248,7 +250,7 @@ impl Guest {
         self.capture_spaces(&mut checkpoint)?;
         parts.objects = clock.lap();
         // Kept with the guest until the end: if something fails, the next attempt sends them.
-        let mut runs = std::mem::take(&mut self.unsent);
+        let mut runs = Vec::new();
         let copied = self.precopy(u64::MAX, &mut runs);
         self.unsent = runs;
         copied?;

@@ -44,6 +44,28 @@ pub struct Space {
     /// Shared memory written through this space, as mapped ranges.
     pub(crate) shared_written: Vec<GuestRange>,
     pub(crate) reset: bool,
+    stopped: bool,
+    /// Where the last scan failed.
+    suspects: Ranges,
+}
+
+/// Reading the mappings of a running guest takes several calls; one that was split or joined
+/// between two of them appears twice.
+fn make_disjoint(lines: &mut Vec<MapLine>) {
+    let mut end = 0;
+    for line in lines.iter_mut() {
+        line.start = line.start.max(end);
+        end = end.max(line.end);
+    }
+    lines.retain(|line| line.start < line.end);
+}
+
+/// What a scan has found so far.
+#[derive(Default)]
+struct Found {
+    regions: Vec<Region>,
+    populated: Ranges,
+    written: Ranges,
 }
 
 /// What a mapping is to the scan.
@@ -104,6 +126,8 @@ impl Space {
             fresh: Vec::new(),
             shared_written: Vec::new(),
             reset: true,
+            stopped: false,
+            suspects: Ranges::default(),
         })
     }
 
@@ -127,34 +151,63 @@ impl Space {
         self.populated.bytes() / PAGE_BYTES
     }
 
-    /// Reads the mappings and finds what was written or discarded since the last scan.
-    pub fn scan(&mut self) -> ObjectResult<()> {
+    /// Reads the mappings and finds what was written or discarded since the last scan. Of a
+    /// running guest (`stopped` false), mappings may change under it: what cannot be tracked then
+    /// is left to the next scan.
+    pub fn scan(&mut self, stopped: bool) -> ObjectResult<()> {
+        self.stopped = stopped;
         let mut lines = std::mem::take(&mut self.lines);
         proc_maps::read(self.pid, &mut self.text, &mut lines)?;
         lines.retain(|line| line.start < self.stub.0 || line.start >= self.stub.1);
-        let mut populated = Ranges::default();
-        let mut written = Ranges::default();
-        let mut regions = Vec::new();
+        make_disjoint(&mut lines);
+        let mut found = Found::default();
+        let mut failed = Ok(());
         let fresh_before = self.fresh.len();
+        let suspects = self.suspects.clone();
+        if stopped {
+            self.suspects = Ranges::default();
+        }
         for line in &lines {
-            match tracked(line) {
-                Tracked::Kernel | Tracked::File => {}
-                Tracked::Shared => self.scan_shared(line, &mut regions)?,
-                Tracked::Private { file } => {
-                    let fresh = self.scan_private(line, file, &mut regions)?;
-                    take_regions(&regions, fresh, &mut populated, &mut written);
-                }
+            let suspect = !suspects.within(line.start, line.end).is_empty();
+            if let Err(error) = self.scan_line(line, suspect, &mut found) {
+                // What the kernel armed again before it failed is not known: all of the line
+                // counts as written at the next scan.
+                let whole = merge_sorted(vec![(line.start, line.end)]);
+                self.suspects = self.suspects.with(&whole);
+                let kept = self.populated.within(line.start, line.end).into_iter();
+                kept.for_each(|(at, bytes)| found.populated.push(at, at + bytes as u64));
+                failed = Err(error);
             }
         }
+        let Found { populated, written, .. } = found;
         self.lines = lines;
-        let mut gone = self.populated.without(&populated);
-        // What stood where a mapping was just found to be new is discarded as a whole already.
-        let fresh = self.fresh[fresh_before..].iter().map(|range| (range.start.0, range.end.0));
-        gone = gone.without(&merge_sorted(fresh.collect()));
-        self.discards.extend(gone.iter().map(|(start, end)| GuestRange::new(start, end)));
-        self.populated = populated;
+        if stopped {
+            // What stood where a mapping was just found to be new is discarded as a whole already.
+            let fresh = self.fresh[fresh_before..].iter().map(|range| (range.start.0, range.end.0));
+            let gone = self.populated.without(&populated).without(&merge_sorted(fresh.collect()));
+            self.discards.extend(gone.iter().map(|(start, end)| GuestRange::new(start, end)));
+            self.populated = populated;
+        } else {
+            // The list of mappings of a running guest may miss one that moves meanwhile, so what
+            // is not seen is not taken as gone.
+            self.populated = self.populated.with(&populated);
+        }
         self.backlog = self.backlog.with(&written);
-        Ok(())
+        failed
+    }
+
+    fn scan_line(&mut self, line: &MapLine, suspect: bool, found: &mut Found) -> ObjectResult<()> {
+        match tracked(line) {
+            Tracked::Kernel | Tracked::File => Ok(()),
+            // A stale line might make us arm private memory without copying it.
+            Tracked::Shared if !self.stopped => Ok(()),
+            Tracked::Shared => self.scan_shared(line, &mut found.regions),
+            Tracked::Private { file } => {
+                let fresh = self.scan_private(line, file, &mut found.regions)?;
+                found.take_regions(fresh || suspect);
+                Ok(())
+            }
+        }
     }
 
     /// Scans a private mapping into `regions`; true if it was fresh.
@@ -179,7 +232,8 @@ impl Space {
             Scanned::Complete => return Ok(false),
             Scanned::NotTracked(_) => {}
         }
-        self.register(line)?;
+        let registered = self.tracker.register(line.start, line.end);
+        self.registered(line, registered)?;
         self.discards.push(GuestRange::new(line.start, line.end));
         regions.clear();
         match self.pagemap.scan(line.start, line.end, query, regions)? {
@@ -202,7 +256,11 @@ impl Space {
         };
         regions.clear();
         if let Scanned::NotTracked(_) = self.pagemap.scan(line.start, line.end, query, regions)? {
-            self.register(line)?;
+            match self.tracker.register(line.start, line.end) {
+                // Opened or sealed so that nobody can write through this mapping.
+                Err(error) if error.errno() == Some(libc::EPERM) => return Ok(()),
+                registered => self.registered(line, registered)?,
+            }
             regions.clear();
             self.pagemap.scan(line.start, line.end, query, regions)?;
         }
@@ -211,16 +269,21 @@ impl Space {
         Ok(())
     }
 
-    fn register(&mut self, line: &MapLine) -> ObjectResult<()> {
+    fn registered(
+        &mut self,
+        line: &MapLine,
+        registered: hotspare_kernel::Result<()>,
+    ) -> ObjectResult<()> {
         self.fresh.push(GuestRange::new(line.start, line.end));
-        self.tracker.register(line.start, line.end).map_err(|error| match error.errno() {
+        let stopped = self.stopped;
+        registered.map_err(|error| match error.errno() {
+            _ if !stopped => ObjectError::transient(
+                format!("the mapping at {:#x}", line.start),
+                "changed while it was scanned",
+            ),
             Some(libc::EBUSY) => ObjectError::refused(
                 format!("the mapping at {:#x}", line.start),
                 "the program uses userfaultfd itself, and a mapping can have only one",
-            ),
-            Some(libc::ENOENT | libc::ENOMEM) => ObjectError::transient(
-                format!("the mapping at {:#x}", line.start),
-                "went away while it was scanned",
             ),
             _ => ObjectError::refused(
                 format!("the mapping at {:#x} ({})", line.start, line.name),
@@ -302,15 +365,17 @@ impl Space {
     }
 }
 
-/// Sorts scanned regions into what exists and what was written.
-fn take_regions(regions: &[Region], fresh: bool, populated: &mut Ranges, written: &mut Ranges) {
-    for region in regions {
-        if region.categories & category::ZERO != 0 {
-            continue;
-        }
-        populated.push(region.start, region.end);
-        if fresh || region.categories & category::WRITTEN != 0 {
-            written.push(region.start, region.end);
+impl Found {
+    /// Sorts scanned regions into what exists and what was written.
+    fn take_regions(&mut self, fresh: bool) {
+        for region in &self.regions {
+            if region.categories & category::ZERO != 0 {
+                continue;
+            }
+            self.populated.push(region.start, region.end);
+            if fresh || region.categories & category::WRITTEN != 0 {
+                self.written.push(region.start, region.end);
+            }
         }
     }
 }
