@@ -5,7 +5,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hotspare_torture::dice::Dice;
-use hotspare_torture::programs::{Program, by_name, missing_commands, programs, run_with_failover};
+use hotspare_torture::programs::{
+    Program, build_examples, by_name, missing_commands, programs, run_with_failover,
+};
 
 use crate::tree;
 
@@ -39,6 +41,7 @@ pub fn kills(arguments: &KillArguments) -> Result<()> {
 /// Kills and prints; how many were survived and not.
 pub fn all(arguments: &KillArguments) -> Result<(u64, u64)> {
     let binary = tree::build_hotspare()?;
+    build_examples().context("build the examples")?;
     let chosen = chosen(&arguments.programs)?;
     let dice = Dice::new(arguments.seed);
     let epoch = Duration::from_millis(arguments.epoch_ms);

@@ -8,6 +8,7 @@ mod batch;
 mod list;
 mod store;
 mod web;
+mod words;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -21,7 +22,7 @@ use crate::lab::{LAB_DIR, LabError, Process, SERVICE_CIDR, SERVICE_V4};
 use crate::protected::{Engine, Failover, HANG};
 use crate::{Host, Lab};
 
-pub use self::list::{by_name, programs};
+pub use self::list::{build_examples, by_name, examples_dir, programs};
 
 /// The directory that programs write to; replicated when they are protected.
 pub const WORK_DIR: &str = "/srv/hotspare-lab/work";
@@ -34,6 +35,8 @@ pub struct Program {
     pub needs: &'static [&'static str],
     /// Its command line.
     pub command: Vec<String>,
+    /// Where it listens, if it does.
+    pub port: u16,
     /// True if it writes files that must survive.
     pub writes: bool,
     /// The kill comes between these spans after protection has begun; for programs that end by
@@ -89,7 +92,7 @@ impl Stage {
     }
 }
 
-/// The last part of a run.
+/// The last part of a run. Without a death the program is where it began.
 pub struct Ending<'a> {
     /// The host that the program is on now.
     pub host: &'a Arc<Host>,
@@ -97,6 +100,10 @@ pub struct Ending<'a> {
     pub process: &'a Process,
     /// When the primary was killed, if it was.
     pub death: Option<Instant>,
+    /// The host where clients run.
+    pub client: &'a Host,
+    /// Where the program is reached.
+    pub service: SocketAddr,
 }
 
 impl Ending<'_> {
@@ -171,7 +178,7 @@ pub fn missing_commands(program: &Program) -> Vec<&'static str> {
     program.needs.iter().filter(is_missing).copied().collect()
 }
 
-fn stage(program: &Program, seed: u64, port: u16) -> Result<Stage, LabError> {
+fn stage(program: &Program, seed: u64) -> Result<Stage, LabError> {
     let lab = Lab::new(3)?;
     for host in lab.hosts() {
         let work = host.outside(WORK_DIR);
@@ -179,20 +186,27 @@ fn stage(program: &Program, seed: u64, port: u16) -> Result<Stage, LabError> {
             .map_err(|source| LabError::Io { doing: format!("make {}", work.display()), source })?;
         program.check.prepare(host)?;
     }
-    let service = (SERVICE_V4, port).into();
+    // The spare gets what is to be replicated from the primary, and from nowhere else.
+    let work = lab.host(1).outside(WORK_DIR);
+    std::fs::remove_dir_all(&work)
+        .and_then(|()| std::fs::create_dir(&work))
+        .map_err(|source| LabError::Io { doing: format!("empty {}", work.display()), source })?;
+    let service = (SERVICE_V4, program.port).into();
     Ok(Stage { lab, service, seed, command: program.command.clone() })
 }
 
 /// Runs a program on one host to its natural end, or for a second if it has none, and checks it.
 pub fn run_plainly(program: &Program, seed: u64) -> Result<Run, LabError> {
-    let stage = stage(program, seed, list::PORT)?;
+    let stage = stage(program, seed)?;
     let host = stage.lab.host(0);
     host.add_address(SERVICE_CIDR)?;
     let mut watch = program.check.rehearse(&stage)?;
     let process = start(host, &program.command)?;
     watch.begin(&stage)?;
     watch.goes_on(Instant::now());
-    let findings = watch.finish(&Ending { host, process: &process, death: None })?;
+    let (client, service) = (stage.lab.client(), stage.service);
+    let ending = Ending { host, process: &process, death: None, client, service };
+    let findings = watch.finish(&ending)?;
     Ok(Run { program: program.name, seed, failover: None, outage: None, findings })
 }
 
@@ -203,7 +217,7 @@ pub fn run_with_failover(
     binary: PathBuf,
     epoch: Duration,
 ) -> Result<Run, LabError> {
-    let stage = stage(program, seed, list::PORT)?;
+    let stage = stage(program, seed)?;
     let (primary_host, spare_host) = (stage.lab.host(0), stage.lab.host(1));
     let replicated = program.writes.then(|| WORK_DIR.to_owned()).into_iter().collect();
     let service_cidr = Some(SERVICE_CIDR.to_owned());
@@ -229,7 +243,9 @@ pub fn run_with_failover(
     if !goes_on {
         wrongs.push(format!("no sign of life within {HANG:?} of the death"));
     }
-    let ending = Ending { host: spare_host, process: &spare, death: Some(death) };
+    let (client, service) = (stage.lab.client(), stage.service);
+    let (host, death) = (spare_host, Some(death));
+    let ending = Ending { host, process: &spare, death, client, service };
     let mut findings = watch.finish(&ending)?;
     findings.wrongs.extend(wrongs);
     Ok(Run { program: program.name, seed, failover: Some(failover), outage, findings })

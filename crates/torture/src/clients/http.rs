@@ -56,7 +56,13 @@ impl Session for HttpLane {
 pub fn get(connection: &mut Connection, path: &str) -> Result<Vec<u8>, ClientError> {
     let request = format!("GET {path} HTTP/1.1\r\nHost: lab\r\nConnection: keep-alive\r\n\r\n");
     connection.send(request.as_bytes())?;
-    let status = String::from_utf8_lossy(connection.line()?).into_owned();
+    let (status, body) = take_reply(connection)?;
+    if status == 200 { Ok(body) } else { Err(ClientError::Wrong(format!("{path}: {status}"))) }
+}
+
+/// Takes a reply to any request: its status and its body, whose length it must tell.
+pub(super) fn take_reply(connection: &mut Connection) -> Result<(u16, Vec<u8>), ClientError> {
+    let first = String::from_utf8_lossy(connection.line()?).into_owned();
     let mut length = None;
     loop {
         let header = String::from_utf8_lossy(connection.line()?).to_ascii_lowercase();
@@ -67,12 +73,9 @@ pub fn get(connection: &mut Connection, path: &str) -> Result<Vec<u8>, ClientErr
             length = count.trim().parse::<usize>().ok();
         }
     }
-    let length =
-        length.ok_or_else(|| ClientError::Wrong(format!("{path}: {status}: no content-length")))?;
-    let body = connection.bytes(length)?.to_vec();
-    if status.split(' ').nth(1) == Some("200") {
-        Ok(body)
-    } else {
-        Err(ClientError::Wrong(format!("{path}: {status}")))
+    let status = first.split(' ').nth(1).and_then(|status| status.parse().ok());
+    match (status, length) {
+        (Some(status), Some(length)) => Ok((status, connection.bytes(length)?.to_vec())),
+        _ => Err(ClientError::Wrong(format!("{first}: no status or no length"))),
     }
 }

@@ -1,6 +1,7 @@
 //! The protocols of key-value servers: how to say set and get, and what answers mean.
 
 use super::connection::{ClientError, Connection};
+use super::http::take_reply;
 
 /// A key-value protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,6 +12,8 @@ pub enum Protocol {
     Memcached,
     /// `SET key value` and `GET key`, a line each, as `examples/go-kv` speaks it.
     Line,
+    /// PUT and GET of JSON texts at `/store/key`, as `examples/py-http` serves them.
+    HttpStore,
 }
 
 impl Protocol {
@@ -23,6 +26,10 @@ impl Protocol {
             }
             Protocol::Memcached => format!("set {key} 0 0 {value_bytes}\r\n{value}\r\n"),
             Protocol::Line => format!("SET {key} {value}\n"),
+            Protocol::HttpStore => format!(
+                "PUT /store/{key} HTTP/1.1\r\nHost: lab\r\nContent-Length: {}\r\n\r\n\"{value}\"",
+                value_bytes + 2
+            ),
         };
         request.extend_from_slice(said.as_bytes());
     }
@@ -33,6 +40,7 @@ impl Protocol {
             Protocol::Redis => format!("*2\r\n$3\r\nGET\r\n${}\r\n{key}\r\n", key.len()),
             Protocol::Memcached => format!("get {key}\r\n"),
             Protocol::Line => format!("GET {key}\n"),
+            Protocol::HttpStore => format!("GET /store/{key} HTTP/1.1\r\nHost: lab\r\n\r\n"),
         };
         request.extend_from_slice(said.as_bytes());
     }
@@ -43,6 +51,11 @@ impl Protocol {
             Protocol::Redis => b"+OK",
             Protocol::Memcached => b"STORED",
             Protocol::Line => b"OK",
+            Protocol::HttpStore => {
+                let (status, body) = take_reply(connection)?;
+                let is_good = status == 200;
+                return is_good.then_some(()).ok_or_else(|| unexpected("a set", &body));
+            }
         };
         let line = connection.line()?;
         if line == good { Ok(()) } else { Err(unexpected("a set", line)) }
@@ -54,6 +67,7 @@ impl Protocol {
             Protocol::Redis => take_redis(connection),
             Protocol::Memcached => take_memcached(connection),
             Protocol::Line => take_line(connection),
+            Protocol::HttpStore => take_json(connection),
         }
     }
 }
@@ -94,6 +108,17 @@ fn take_line(connection: &mut Connection) -> Result<Option<String>, ClientError>
     match line.strip_prefix(b"VALUE ") {
         Some(value) => Ok(Some(text(value)?)),
         None => Err(unexpected("a get", line)),
+    }
+}
+
+/// A JSON text without anything that needs a backslash.
+fn take_json(connection: &mut Connection) -> Result<Option<String>, ClientError> {
+    let (status, body) = take_reply(connection)?;
+    let value = body.trim_ascii().strip_prefix(b"\"").and_then(|body| body.strip_suffix(b"\""));
+    match (status, value) {
+        (404, _) => Ok(None),
+        (200, Some(value)) => Ok(Some(text(value)?)),
+        _ => Err(unexpected("a get", &body)),
     }
 }
 

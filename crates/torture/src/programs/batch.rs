@@ -10,6 +10,7 @@ use super::{Check, Ending, Findings, Stage, WORK_DIR, Watch, put, start};
 use crate::Host;
 use crate::clock::Instant;
 use crate::lab::LabError;
+use crate::protected::HANG;
 
 /// The longest that a batch program may take, on a machine that has much else to do.
 const BATCH_AT_MOST: Duration = Duration::from_secs(180);
@@ -23,6 +24,8 @@ pub(super) struct BatchCheck {
     /// A command that looks at the result on its host, and what it must print. `None` as text:
     /// the same as after the undisturbed run.
     pub(super) inspect: Option<&'static str>,
+    /// Files in [`WORK_DIR`] that are written once, at the start, and must stay as they are.
+    pub(super) kept: &'static [&'static str],
     /// What the undisturbed run has left, once there was one.
     pub(super) undisturbed: OnceLock<Arc<Left>>,
 }
@@ -46,7 +49,8 @@ impl Check for BatchCheck {
                 Arc::clone(self.undisturbed.get_or_init(|| left))
             }
         };
-        Ok(Box::new(BatchWatch { expected, outputs, inspect }))
+        let kept = self.kept.iter().map(|name| (*name, Vec::new())).collect();
+        Ok(Box::new(BatchWatch { expected, outputs, inspect, kept }))
     }
 }
 
@@ -54,6 +58,8 @@ struct BatchWatch {
     expected: Arc<Left>,
     outputs: &'static [&'static str],
     inspect: Option<&'static str>,
+    /// Files that must stay as they are, and their content after the start.
+    kept: Vec<(&'static str, Vec<u8>)>,
 }
 
 /// What a program has left.
@@ -72,11 +78,7 @@ impl Left {
         outputs: &[&str],
         inspect: Option<&str>,
     ) -> Result<Left, LabError> {
-        let read = |name: &&str| {
-            let path = Path::new(WORK_DIR).join(name);
-            host.inside(move || fs::read(path).ok())
-        };
-        let files = outputs.iter().map(read).collect();
+        let files = outputs.iter().map(|name| read(host, name)).collect();
         let inspected = match inspect {
             Some(script) => host.run(Command::new("sh").args(["-c", script]), BATCH_AT_MOST)?,
             None => String::new(),
@@ -86,7 +88,10 @@ impl Left {
 }
 
 impl Watch for BatchWatch {
-    fn begin(&mut self, _stage: &Stage) -> Result<(), LabError> {
+    fn begin(&mut self, stage: &Stage) -> Result<(), LabError> {
+        for (name, content) in &mut self.kept {
+            *content = wait_for_file(stage.lab.host(0), name)?;
+        }
         Ok(())
     }
 
@@ -115,6 +120,12 @@ impl Watch for BatchWatch {
                 Err(wrong) => findings.wrongs.push(format!("{name}: {wrong}")),
             }
         }
+        for (name, kept) in &self.kept {
+            match compare(read(ending.host, name).as_deref(), Some(kept)) {
+                Ok(_) => findings.facts.push("resumed, not restarted".to_owned()),
+                Err(wrong) => findings.wrongs.push(format!("{name}: {wrong}")),
+            }
+        }
         if found.inspected != expected.inspected {
             let wrong = format!("found {:?}, expected {:?}", found.inspected, expected.inspected);
             findings.wrongs.push(wrong);
@@ -123,6 +134,24 @@ impl Watch for BatchWatch {
         }
         Ok(findings)
     }
+}
+
+/// A file in [`WORK_DIR`], as the host sees it.
+fn read(host: &Host, name: &str) -> Option<Vec<u8>> {
+    let path = Path::new(WORK_DIR).join(name);
+    host.inside(move || fs::read(path).ok())
+}
+
+/// Waits until a file that is written in one go has content.
+fn wait_for_file(host: &Host, name: &str) -> Result<Vec<u8>, LabError> {
+    let deadline = Instant::now() + HANG;
+    while Instant::now() < deadline {
+        if let Some(content) = read(host, name).filter(|content| content.ends_with(b"\n")) {
+            return Ok(content);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Err(LabError::Deadline { what: format!("the file {name}"), waited: HANG })
 }
 
 /// The length of two equal files, or where they differ.

@@ -1,22 +1,36 @@
-//! The programs, one by one.
+//! The programs, one by one. Those of our own and the configurations are in `examples/`.
 
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::OnceLock;
 use std::time::Duration;
 
 use super::batch::BatchCheck;
 use super::store::StoreCheck;
 use super::web::WebCheck;
+use super::words::{WordsCheck, coordinator};
 use super::{Check, Program, WORK_DIR};
 use crate::clients::{HttpBody, Protocol};
 use crate::dice::Dice;
 
-/// Where every server listens.
-pub(super) const PORT: u16 = 8000;
 const PAGE_BYTES: usize = 48 << 10;
 
 /// All programs.
 pub fn programs() -> Vec<Program> {
-    vec![redis(), memcached(), nginx(), lighttpd(), shell_pipeline(), xz(), sqlite()]
+    vec![
+        redis(),
+        memcached(),
+        nginx(),
+        lighttpd(),
+        go_kv(),
+        go_mapreduce(),
+        go_matrix(),
+        py_http(),
+        shell_pipeline(),
+        xz(),
+        sqlite(),
+    ]
 }
 
 /// The program with this name.
@@ -24,42 +38,82 @@ pub fn by_name(name: &str) -> Option<Program> {
     programs().into_iter().find(|program| program.name == name)
 }
 
+/// The sources of the examples.
+fn sources() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples")
+}
+
+/// Where the examples are built.
+pub fn examples_dir() -> PathBuf {
+    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    let target =
+        target.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"));
+    target.join("examples")
+}
+
+/// Builds the examples that need it, once in a process.
+pub fn build_examples() -> io::Result<()> {
+    static BUILT: OnceLock<Result<(), String>> = OnceLock::new();
+    let built = BUILT.get_or_init(|| make_examples().map_err(|error| error.to_string()));
+    built.clone().map_err(io::Error::other)
+}
+
+fn make_examples() -> io::Result<()> {
+    let mut make = Command::new("make");
+    make.arg("--silent").arg("-C").arg(sources());
+    let output = make.arg(format!("BUILD={}", examples_dir().display())).output()?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(io::Error::other(String::from_utf8_lossy(&output.stderr).into_owned()))
+}
+
+/// A command line; `@` stands for the directory of the examples' sources.
 fn words(line: &str) -> Vec<String> {
-    line.split_ascii_whitespace().map(str::to_owned).collect()
+    let sources = sources().to_string_lossy().into_owned();
+    line.split_ascii_whitespace().map(|word| word.replace('@', &sources)).collect()
 }
 
 fn server(
     name: &'static str,
     needs: &'static [&'static str],
-    command: &str,
+    (command, port): (&str, u16),
     check: impl Check + 'static,
 ) -> Program {
     Program {
         name,
         needs,
         command: words(command),
+        port,
         writes: false,
         kill: (Duration::from_millis(200), Duration::from_millis(1500)),
         check: Box::new(check),
     }
 }
 
+fn store(protocol: Protocol, keys: usize, rate_per_s: f64) -> StoreCheck {
+    StoreCheck { protocol, keys, rate_per_s }
+}
+
 fn redis() -> Program {
-    let command = format!(
-        "redis-server --port {PORT} --bind * -::* --protected-mode no --save --appendonly no"
-    );
-    let check = StoreCheck { protocol: Protocol::Redis, keys: 10_000 };
-    let mut program = server("redis-server", &["redis-server"], &command, check);
-    // An empty word: no snapshots of its own.
-    let save = program.command.iter().position(|word| word == "--save").map_or(0, |at| at + 1);
-    program.command.insert(save, String::new());
-    program
+    let command = ("redis-server @/config/redis.conf", 6379);
+    server("redis-server", &["redis-server"], command, store(Protocol::Redis, 10_000, 800.0))
 }
 
 fn memcached() -> Program {
-    let command = format!("memcached -t 4 -u nobody -m 128 -U 0 -p {PORT}");
-    let check = StoreCheck { protocol: Protocol::Memcached, keys: 10_000 };
-    server("memcached", &["memcached"], &command, check)
+    let command = ("sh @/config/memcached.sh", 11211);
+    server("memcached", &["memcached"], command, store(Protocol::Memcached, 10_000, 800.0))
+}
+
+fn go_kv() -> Program {
+    let program = examples_dir().join("go-kv");
+    let command = format!("{} -listen :7000", program.display());
+    server("go-kv", &["go"], (&command, 7000), store(Protocol::Line, 10_000, 800.0))
+}
+
+fn py_http() -> Program {
+    let command = ("python3 @/py-http/server.py --port 8000", 8000);
+    server("py-http", &["python3"], command, store(Protocol::HttpStore, 400, 200.0))
 }
 
 /// A page that is not compressible and has every byte value.
@@ -68,60 +122,51 @@ fn page() -> Vec<u8> {
     (0..PAGE_BYTES).map(|_| dice.roll() as u8).collect()
 }
 
+fn page_check() -> WebCheck {
+    let files = vec![("work/html/page", page())];
+    WebCheck { files, path: "/page", body: HttpBody::Exactly(page()) }
+}
+
 fn nginx() -> Program {
-    let configuration = format!(
-        "daemon off;\nworker_processes 2;\npid {WORK_DIR}/nginx.pid;\nerror_log stderr warn;\n\
-         events {{ worker_connections 256; }}\n\
-         http {{\n  access_log off;\n  client_body_temp_path {WORK_DIR}/body;\n\
-         proxy_temp_path {WORK_DIR}/proxy;\n  fastcgi_temp_path {WORK_DIR}/fastcgi;\n\
-         uwsgi_temp_path {WORK_DIR}/uwsgi;\n  scgi_temp_path {WORK_DIR}/scgi;\n\
-         keepalive_requests 1000000;\n\
-         server {{ listen {PORT}; listen [::]:{PORT}; root /srv/hotspare-lab/www; }}\n}}\n"
-    );
-    let files = vec![("nginx.conf", configuration.into_bytes()), ("www/page", page())];
-    let check = WebCheck { files, path: "/page", body: HttpBody::Exactly(page()) };
-    let command = "nginx -e stderr -c /srv/hotspare-lab/nginx.conf";
-    let program = server("nginx", &["nginx"], command, check);
+    let command = format!("nginx -p {WORK_DIR} -c @/config/nginx.conf -e stderr");
+    let program = server("nginx", &["nginx"], (&command, 8080), page_check());
     Program { writes: true, ..program }
 }
 
 fn lighttpd() -> Program {
-    let configuration = format!(
-        "server.port = {PORT}\nserver.document-root = \"/srv/hotspare-lab/www\"\n\
-         server.max-keep-alive-requests = 60000\nserver.errorlog = \"/dev/null\"\n\
-         mimetype.assign = ( \"\" => \"application/octet-stream\" )\n"
-    );
-    let files = vec![("lighttpd.conf", configuration.into_bytes()), ("www/page", page())];
-    let check = WebCheck { files, path: "/page", body: HttpBody::Exactly(page()) };
-    let command = "lighttpd -D -f /srv/hotspare-lab/lighttpd.conf";
-    server("lighttpd", &["lighttpd"], command, check)
+    let command = format!("env SERVE_DIR={WORK_DIR} lighttpd -D -f @/config/lighttpd.conf");
+    let program = server("lighttpd", &["lighttpd"], (&command, 8081), page_check());
+    Program { writes: true, ..program }
+}
+
+fn go_mapreduce() -> Program {
+    let program = server("go-mapreduce", &["go"], ("", 7100), WordsCheck);
+    Program { command: coordinator(7100), writes: true, ..program }
 }
 
 fn batch(
     name: &'static str,
     needs: &'static [&'static str],
-    script: &str,
+    command: &str,
     check: BatchCheck,
 ) -> Program {
-    Program {
-        name,
-        needs,
-        command: vec!["sh".to_owned(), "-c".to_owned(), script.to_owned()],
-        writes: true,
-        kill: (Duration::from_millis(100), Duration::from_millis(1500)),
-        check: Box::new(check),
-    }
+    Program { writes: true, ..server(name, needs, (command, 0), check) }
+}
+
+fn outputs(outputs: &'static [&'static str]) -> BatchCheck {
+    BatchCheck { files: vec![], outputs, inspect: None, kept: &[], undisturbed: OnceLock::new() }
+}
+
+fn go_matrix() -> Program {
+    let program = examples_dir().join("go-matrix");
+    let command = format!("{} -bits 120 -size 24 -out {WORK_DIR}/power", program.display());
+    let check = BatchCheck { kept: &["power.start"], ..outputs(&["power"]) };
+    batch("go-matrix", &["go"], &command, check)
 }
 
 fn shell_pipeline() -> Program {
-    let script = format!(
-        "cd {WORK_DIR} && i=0 && while [ $i -lt 200 ]; do i=$((i + 1)); \
-         seq $i $((i + 4000)) | awk '{{ s += $1 * $1; print s % 9973 }}' | sort -n | uniq -c | \
-         md5sum >> sums; done && wc -l < sums > lines"
-    );
-    let outputs = &["sums", "lines"];
-    let check = BatchCheck { files: vec![], outputs, inspect: None, undisturbed: OnceLock::new() };
-    batch("shell-pipeline", &["awk", "seq", "sort", "uniq", "md5sum"], &script, check)
+    let command = format!("sh @/shell-pipeline/pipeline.sh {WORK_DIR}/sums 80 2000");
+    batch("shell-pipeline", &["awk", "seq", "sort", "sha256sum"], &command, outputs(&["sums"]))
 }
 
 /// Text that compresses, but not at once.
@@ -136,35 +181,19 @@ fn prose() -> Vec<u8> {
 }
 
 fn xz() -> Program {
-    let script = format!(
-        "xz -T2 -6 --block-size=1MiB --stdout /srv/hotspare-lab/prose > {WORK_DIR}/prose.xz"
-    );
+    let command = format!("sh @/config/xz.sh /srv/hotspare-lab/prose {WORK_DIR}/prose.xz");
     let inspect = "xz -dc /srv/hotspare-lab/work/prose.xz | cmp - /srv/hotspare-lab/prose && \
                    echo decompresses";
-    let check = BatchCheck {
-        files: vec![("prose", prose())],
-        outputs: &["prose.xz"],
-        inspect: Some(inspect),
-        undisturbed: OnceLock::new(),
-    };
-    batch("xz", &["xz"], &script, check)
+    let files = vec![("prose", prose())];
+    let check = BatchCheck { files, inspect: Some(inspect), ..outputs(&["prose.xz"]) };
+    batch("xz", &["xz"], &command, check)
 }
 
 fn sqlite() -> Program {
-    let script = format!(
-        "i=0; {{ echo 'CREATE TABLE rows (number INTEGER PRIMARY KEY, said TEXT);'; \
-         while [ $i -lt 2000 ]; do i=$((i + 1)); \
-         echo \"INSERT INTO rows VALUES ($i, 'row number $i');\"; done; }} | \
-         sqlite3 -bail {WORK_DIR}/rows.db"
-    );
+    let command = format!("sh @/config/sqlite-insert.sh {WORK_DIR} 400");
     // Whatever number of rows there is, they must be a prefix: the last number is the count.
     let inspect = "sqlite3 /srv/hotspare-lab/work/rows.db 'PRAGMA integrity_check;' \
-                   'SELECT count(*) = max(number), count(*), sum(length(said)) FROM rows;'";
-    let check = BatchCheck {
-        files: vec![],
-        outputs: &[],
-        inspect: Some(inspect),
-        undisturbed: OnceLock::new(),
-    };
-    batch("sqlite3", &["sqlite3"], &script, check)
+                   'SELECT count(*) = max(n), count(*), sum(length(value)) FROM rows;'";
+    let check = BatchCheck { inspect: Some(inspect), ..outputs(&[]) };
+    batch("sqlite3", &["sqlite3"], &command, check)
 }

@@ -13,6 +13,7 @@ use crate::protected::HANG;
 pub(super) struct StoreCheck {
     pub(super) protocol: Protocol,
     pub(super) keys: usize,
+    pub(super) rate_per_s: f64,
 }
 
 impl Check for StoreCheck {
@@ -28,7 +29,7 @@ impl Check for StoreCheck {
             writes: 0.3,
             seed: stage.seed,
         };
-        let pace = Pace { rate_per_s: 800.0, ..Pace::default() };
+        let pace = Pace { rate_per_s: self.rate_per_s, ..Pace::default() };
         Ok(Box::new(StoreWatch { pace, sessions: plan.sessions(pace.lanes), load: None }))
     }
 }
