@@ -20,22 +20,18 @@ static uint8_t *move(uint8_t *from, size_t before, size_t after, int flags, uint
 
 int main(int argc, char **argv) {
     guest_begin(argc, argv);
-    // Two slots inside one reservation take turns.
+    // Two reserved slots are the fixed places that the pages move to in turn.
     uint8_t *slots = map_anon(2 * RESERVED, PROT_NONE, MAP_PRIVATE);
-    SYS(munmap(slots, 2 * RESERVED));
-    uint8_t *at = mmap(slots, 16 * PAGE, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
-    CHECK(at == slots);
+    uint8_t *at = map_anon(16 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE);
     fill(at, 16 * PAGE, 0);
     STEPS {
-        size_t pages = 16 + (size_t)g.step % 40;
+        size_t pages = 17 + (size_t)g.step % 40;
         at = move(at, 16 * PAGE, pages * PAGE, MREMAP_MAYMOVE, NULL);
         FILLED(at, 16 * PAGE, (uint64_t)g.step - 1);
         for (size_t i = 16 * PAGE; i < pages * PAGE; i++) EQ(at[i], 0);
         fill(at, pages * PAGE, (uint64_t)g.step);
         nap_ms(g.step_ms / 3);
         uint8_t *to = slots + (size_t)(g.step % 2) * RESERVED, *from = at;
-        if (to == at) to = slots + RESERVED / 2;
         at = move(at, pages * PAGE, pages * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, to);
         nap_ms(g.step_ms / 3);
         FILLED(at, pages * PAGE, (uint64_t)g.step);
@@ -45,7 +41,7 @@ int main(int argc, char **argv) {
         at = move(at, pages * PAGE, pages * PAGE, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, NULL);
         nap_ms(g.step_ms / 3);
         for (size_t i = 0; i < pages * PAGE; i++) EQ(from[i], 0);
-        SYS(munmap(from, pages * PAGE));
+        map_fixed(from, pages * PAGE, PROT_NONE, 0);
         FILLED(at, pages * PAGE, (uint64_t)g.step);
         at = move(at, pages * PAGE, 16 * PAGE, 0, NULL);
         unmapped(at + 16 * PAGE);
