@@ -7,6 +7,7 @@ mod error;
 pub mod file_handle;
 pub mod memory;
 pub mod namespace;
+pub mod netlink;
 pub mod news;
 pub mod packet_tap;
 pub mod pagemap;

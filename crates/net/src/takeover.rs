@@ -1,0 +1,426 @@
+//! The service address: where it lives, how it moves.
+//!
+//! The guest's network namespace has an interface `eth0` with the service address, on the primary
+//! and, as an exact copy, on every spare. Its other end is on the host. Only the primary's other
+//! end is connected to the world:
+//!
+//! ```text
+//!   guest namespace │ host                       bridge: the host's end is a port of the bridge
+//!   eth0 ── veth ───┼── hsXXXXXX ──▶ br0         that has the host's own interface as a port
+//!   10.0.0.50/24    │            └─▶ route,      routed: the host has a route to the address and
+//!                   │                proxy ARP   answers for it on its own interface
+//! ```
+//!
+//! So on a spare everything is built and up, sockets can be bound and rebuilt on the address, and
+//! yet no packet enters or leaves. Going live is connecting the end and telling the neighbours.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use hotspare_kernel::KernelError;
+use hotspare_kernel::netlink::{Link, LinkIndex, Mac, Netlink, VethPair};
+use nix::sched::{CloneFlags, setns};
+
+use crate::announce::{FrameSender, frame};
+
+/// The guest's interface.
+pub const GUEST_LINK: &str = "eth0";
+/// Gateway of routed guests: never on the wire, the host's end is behind it.
+const ROUTED_GATEWAY_V4: Ipv4Addr = Ipv4Addr::new(169, 254, 1, 1);
+const ROUTED_GATEWAY_V6: Ipv6Addr = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 1);
+
+/// Why the service address cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum TakeoverError {
+    /// The text is not `ADDRESS/PREFIX`.
+    #[error("{0:?} is not a service address: write ADDRESS/PREFIX, as in 10.0.0.50/24")]
+    Address(String),
+    /// The bridge or interface is not there, or is down.
+    #[error(
+        "the host's interface {name} {problem}; name one with --service-bridge or \
+             --service-parent"
+    )]
+    HostLink {
+        /// Which.
+        name: String,
+        /// `does not exist` or `is down`.
+        problem: &'static str,
+    },
+    /// The kernel refuses a step.
+    #[error("{doing}: {error}")]
+    Kernel {
+        /// Which.
+        doing: &'static str,
+        /// What it says.
+        error: KernelError,
+    },
+    /// A setting cannot be made.
+    #[error("set {path}: {error}")]
+    Setting {
+        /// Which.
+        path: String,
+        /// What the kernel says.
+        error: io::Error,
+    },
+}
+
+type Result<T> = std::result::Result<T, TakeoverError>;
+
+fn doing(doing: &'static str) -> impl FnOnce(KernelError) -> TakeoverError {
+    move |error| TakeoverError::Kernel { doing, error }
+}
+
+/// An address with the length of its network's prefix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ServiceAddress {
+    /// The address.
+    pub address: IpAddr,
+    /// Bits of its network.
+    pub prefix: u8,
+}
+
+impl FromStr for ServiceAddress {
+    type Err = TakeoverError;
+
+    fn from_str(text: &str) -> Result<ServiceAddress> {
+        let wrong = || TakeoverError::Address(text.to_owned());
+        let (address, prefix) = text.split_once('/').ok_or_else(wrong)?;
+        let address: IpAddr = address.parse().map_err(|_| wrong())?;
+        let prefix: u8 = prefix.parse().map_err(|_| wrong())?;
+        let usable = !address.is_unspecified() && !address.is_loopback() && !address.is_multicast();
+        if !usable || prefix == 0 || prefix > bits(address) {
+            return Err(wrong());
+        }
+        Ok(ServiceAddress { address, prefix })
+    }
+}
+
+impl fmt::Display for ServiceAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.address, self.prefix)
+    }
+}
+
+fn bits(address: IpAddr) -> u8 {
+    if address.is_ipv4() { 32 } else { 128 }
+}
+
+impl ServiceAddress {
+    /// The guest's hardware address: made from the service address, so that it is the same on
+    /// every host and the guest sees no change. Locally administered, unicast.
+    #[must_use]
+    pub fn guest_mac(&self) -> Mac {
+        self.mac(b'g')
+    }
+
+    fn host_mac(&self) -> Mac {
+        self.mac(b'h')
+    }
+
+    /// FNV-1a (RFC draft-eastlake-fnv): any hash will do that both hosts share.
+    fn hash(&self, salt: u8) -> u64 {
+        let octets = match self.address {
+            IpAddr::V4(address) => address.octets().to_vec(),
+            IpAddr::V6(address) => address.octets().to_vec(),
+        };
+        octets.into_iter().chain([salt]).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
+    }
+
+    fn mac(&self, salt: u8) -> Mac {
+        let [a, b, c, d, e, ..] = self.hash(salt).to_le_bytes();
+        [2, a, b, c, d, e]
+    }
+
+    /// Name of the host's end, at most 15 characters.
+    #[must_use]
+    pub fn host_link(&self) -> String {
+        format!("hs{:08x}", self.hash(b'n') as u32)
+    }
+}
+
+/// How the guest reaches the world.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Uplink {
+    /// Through this bridge of the host, as if plugged into the same switch.
+    Bridge {
+        /// The bridge.
+        name: String,
+        /// The guest's default gateway, if it needs one.
+        gateway: Option<IpAddr>,
+    },
+    /// Through the host's routing; the host answers for the address on this interface. Needs no
+    /// bridge, works where a port may have one hardware address only.
+    Routed {
+        /// The host's interface towards the clients.
+        parent: String,
+    },
+}
+
+/// The service address on one host: built, and connected or not. Dropping it takes the interfaces
+/// away, and with them the address.
+#[derive(Debug)]
+pub struct ServiceNetwork {
+    service: ServiceAddress,
+    uplink: Uplink,
+    netlink: Netlink,
+    host_end: LinkIndex,
+    /// The bridge, or the parent.
+    outer: Link,
+    sender: FrameSender,
+    frame: Vec<u8>,
+    announced: bool,
+}
+
+impl ServiceNetwork {
+    /// Builds everything in the guest's (or ghost's) network namespace and on the host, the calling
+    /// thread's namespace; nothing is connected. Needs CAP_NET_ADMIN and CAP_NET_RAW. On failure
+    /// nothing remains.
+    pub fn prepare(
+        guest: BorrowedFd<'_>,
+        service: ServiceAddress,
+        uplink: Uplink,
+    ) -> Result<ServiceNetwork> {
+        let mut netlink = Netlink::open().map_err(doing("open netlink"))?;
+        let outer_name = match &uplink {
+            Uplink::Bridge { name, .. } => name,
+            Uplink::Routed { parent } => parent,
+        };
+        let outer = outer_link(&mut netlink, outer_name)?;
+        let name = service.host_link();
+        // A dead agent's interface of the same name is in the way; its guest is gone as well.
+        if let Ok(stale) = netlink.link(&name) {
+            netlink.delete_link(stale.index).map_err(doing("remove a stale interface"))?;
+        }
+        let pair = VethPair {
+            near: &name,
+            near_mac: service.host_mac(),
+            far: GUEST_LINK,
+            far_mac: service.guest_mac(),
+            far_namespace: guest,
+        };
+        netlink.add_veth(&pair).map_err(doing("make the guest's interface"))?;
+        let host_end = netlink.link(&name).map_err(doing("find the guest's interface"))?.index;
+        let built = build(&mut netlink, guest, &service, &uplink, &name, host_end, outer);
+        match built {
+            Ok(sender) => {
+                let mac = match &uplink {
+                    Uplink::Bridge { .. } => service.guest_mac(),
+                    Uplink::Routed { .. } => outer.mac,
+                };
+                let frame = frame(service.address, mac);
+                let announced = false;
+                Ok(Self { service, uplink, netlink, host_end, outer, sender, frame, announced })
+            }
+            Err(error) => {
+                // The first error is the one to tell.
+                let _ = netlink.delete_link(host_end);
+                Err(error)
+            }
+        }
+    }
+
+    /// Connects the address to the world and tells the neighbours. Gives the time it took.
+    /// Can be done again: then only the neighbours are told once more, in case a frame was lost.
+    pub fn announce(&mut self) -> Result<Duration> {
+        let start = Instant::now();
+        if !self.announced {
+            self.connect()?;
+            self.announced = true;
+        }
+        self.sender.send(&self.frame).map_err(doing("tell the neighbours"))?;
+        Ok(start.elapsed())
+    }
+
+    fn connect(&mut self) -> Result<()> {
+        let (address, end) = (self.service.address, self.host_end);
+        match &self.uplink {
+            Uplink::Bridge { .. } => {
+                let bridge = Some(self.outer.index);
+                self.netlink.set_master(end, bridge).map_err(doing("connect to the bridge"))
+            }
+            Uplink::Routed { .. } => {
+                let to = Some((address, bits(address)));
+                self.netlink.add_route(to, None, end).map_err(doing("route the address"))?;
+                let outer = self.outer.index;
+                self.netlink
+                    .set_proxy(outer, address, true)
+                    .map_err(doing("answer for the address"))
+            }
+        }
+    }
+
+    /// Cuts the address off at once. Neighbours keep sending here until another host announces.
+    pub fn withdraw(&mut self) -> Result<()> {
+        if !self.announced {
+            return Ok(());
+        }
+        let (address, end) = (self.service.address, self.host_end);
+        self.announced = false;
+        match &self.uplink {
+            Uplink::Bridge { .. } => {
+                self.netlink.set_master(end, None).map_err(doing("leave the bridge"))
+            }
+            Uplink::Routed { .. } => {
+                let outer = self.outer.index;
+                let quiet = self.netlink.set_proxy(outer, address, false);
+                let to = (address, bits(address));
+                let cut = self.netlink.delete_route(to, end);
+                cut.and(quiet).map_err(doing("withdraw the address"))
+            }
+        }
+    }
+
+    /// Whether the address is connected.
+    #[must_use]
+    pub fn is_announced(&self) -> bool {
+        self.announced
+    }
+
+    /// What it is about.
+    #[must_use]
+    pub fn service(&self) -> ServiceAddress {
+        self.service
+    }
+}
+
+impl Drop for ServiceNetwork {
+    fn drop(&mut self) {
+        if let Err(error) = self.withdraw() {
+            tracing::warn!(%error, "the service address was not withdrawn");
+        }
+        // Gone already if the guest's namespace is.
+        let _ = self.netlink.delete_link(self.host_end);
+    }
+}
+
+fn outer_link(netlink: &mut Netlink, name: &str) -> Result<Link> {
+    let wrong = |problem| TakeoverError::HostLink { name: name.to_owned(), problem };
+    match netlink.link(name) {
+        Ok(link) if link.up => Ok(link),
+        Ok(_) => Err(wrong("is down")),
+        Err(error) if error.errno() == Some(libc::ENODEV) => Err(wrong("does not exist")),
+        Err(error) => Err(doing("look at the host's interface")(error)),
+    }
+}
+
+/// Everything but the connection. Gives where announcements leave: the guest's end of a bridged
+/// address, so that the bridge learns the port; the host's interface of a routed one.
+fn build(
+    netlink: &mut Netlink,
+    guest: BorrowedFd<'_>,
+    service: &ServiceAddress,
+    uplink: &Uplink,
+    host_name: &str,
+    host_end: LinkIndex,
+    outer: Link,
+) -> Result<FrameSender> {
+    // An IPv6 address of its own on this end would answer the guest; nothing here should.
+    setting(
+        &format!("ipv6/conf/{host_name}/disable_ipv6"),
+        match uplink {
+            Uplink::Bridge { .. } => "1",
+            Uplink::Routed { .. } => "0",
+        },
+    )?;
+    if let Uplink::Routed { parent } = uplink {
+        settings_of_a_router(parent, host_name, service.address)?;
+    }
+    netlink.set_up(host_end, true).map_err(doing("take the host's end up"))?;
+    let guest_sender = within(guest, || build_guest(service, uplink))?;
+    match uplink {
+        Uplink::Bridge { .. } => Ok(guest_sender),
+        Uplink::Routed { .. } => {
+            netlink
+                .add_neighbour(host_end, service.address, service.guest_mac())
+                .map_err(doing("name the guest's hardware address"))?;
+            FrameSender::open(outer.index).map_err(doing("open a packet socket"))
+        }
+    }
+}
+
+fn build_guest(service: &ServiceAddress, uplink: &Uplink) -> Result<FrameSender> {
+    let mut netlink = Netlink::open().map_err(doing("open netlink in the guest"))?;
+    let lookup = doing("find the guest's interface");
+    let end = netlink.link(GUEST_LINK).map_err(lookup)?.index;
+    let loopback = netlink.link("lo").map_err(doing("find the guest's loopback"))?.index;
+    netlink.set_up(loopback, true).map_err(doing("take the guest's loopback up"))?;
+    let prefix = match uplink {
+        Uplink::Bridge { .. } => service.prefix,
+        Uplink::Routed { .. } => bits(service.address),
+    };
+    netlink
+        .add_address(end, service.address, prefix)
+        .map_err(doing("give the guest its address"))?;
+    netlink.set_up(end, true).map_err(doing("take the guest's interface up"))?;
+    let gateway = match (uplink, service.address) {
+        (Uplink::Bridge { gateway, .. }, _) => *gateway,
+        (Uplink::Routed { .. }, IpAddr::V4(_)) => Some(ROUTED_GATEWAY_V4.into()),
+        (Uplink::Routed { .. }, IpAddr::V6(_)) => Some(ROUTED_GATEWAY_V6.into()),
+    };
+    if let Some(gateway) = gateway {
+        if let Uplink::Routed { .. } = uplink {
+            netlink
+                .add_neighbour(end, gateway, service.host_mac())
+                .map_err(doing("name the gateway's hardware address"))?;
+        }
+        netlink.add_route(None, Some(gateway), end).map_err(doing("route the guest's packets"))?;
+    }
+    FrameSender::open(end).map_err(doing("open a packet socket in the guest"))
+}
+
+fn settings_of_a_router(parent: &str, host_name: &str, address: IpAddr) -> Result<()> {
+    if address.is_ipv4() {
+        setting("ipv4/ip_forward", "1")?;
+        setting(&format!("ipv4/conf/{parent}/forwarding"), "1")?;
+        setting(&format!("ipv4/conf/{host_name}/forwarding"), "1")?;
+        // Clients may be reached by another way than they came; redirects would teach them
+        // a way around the guest's namespace.
+        setting(&format!("ipv4/conf/{host_name}/rp_filter"), "0")?;
+        setting(&format!("ipv4/conf/{host_name}/send_redirects"), "0")?;
+        // Without this a question for the address waits up to 0.8 s for its answer.
+        setting(&format!("ipv4/neigh/{parent}/proxy_delay"), "0")
+    } else {
+        setting("ipv6/conf/all/forwarding", "1")?;
+        setting(&format!("ipv6/conf/{parent}/proxy_ndp"), "1")?;
+        setting(&format!("ipv6/neigh/{parent}/proxy_delay"), "0")
+    }
+}
+
+fn setting(name: &str, value: &str) -> Result<()> {
+    let path = format!("/proc/sys/net/{name}");
+    // A value that is right already needs no right to write it.
+    if fs::read_to_string(&path).is_ok_and(|now| now.trim() == value) {
+        return Ok(());
+    }
+    match fs::write(&path, value) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && name.starts_with("ipv6") => Ok(()),
+        answer => answer.map_err(|error| TakeoverError::Setting { path, error }),
+    }
+}
+
+/// Runs `work` on a thread inside the network namespace.
+fn within<T: Send>(
+    namespace: BorrowedFd<'_>,
+    work: impl FnOnce() -> Result<T> + Send,
+) -> Result<T> {
+    std::thread::scope(|scope| {
+        let visitor = scope.spawn(|| {
+            setns(namespace.as_fd(), CloneFlags::CLONE_NEWNET).map_err(|errno| {
+                let error = KernelError::from_errno("enter the namespace", errno as i32);
+                doing("build the guest's network")(error)
+            })?;
+            work()
+        });
+        match visitor.join() {
+            Ok(answer) => answer,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })
+}
