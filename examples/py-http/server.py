@@ -81,7 +81,7 @@ class Server:
                     + payload
                 )
                 await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+        except (ConnectionError, EOFError, asyncio.LimitOverrunError, ValueError):
             pass
         finally:
             writer.close()

@@ -1,5 +1,5 @@
-//! How fast pages are encoded and cross the loopback, plain and TLS, and how long an acknowledgement
-//! takes: `cargo run --release -p hotspare-replica --example stream_bench`.
+//! How fast pages are encoded and cross the loopback, plain and TLS, and how long an
+//! acknowledgement takes: `cargo run --release -p hotspare-replica --example stream_bench`.
 
 use std::net::TcpListener;
 use std::sync::Arc;

@@ -14,8 +14,8 @@ use crate::keys::{Identity, NODE_NAME};
 
 /// Patience with a peer that connects and then says nothing, or that cannot be reached.
 pub const GREETING_PATIENCE: Duration = Duration::from_secs(10);
-/// How long sent bytes may stay unacknowledged before the kernel gives the connection up: far beyond
-/// any suspicion, so that it decides nothing, but a writer does not hang for ever.
+/// How long sent bytes may stay unacknowledged before the kernel gives the connection up: far
+/// beyond any suspicion, so that it decides nothing, but a writer does not hang for ever.
 const USER_TIMEOUT_MS: u32 = 10_000;
 /// Plain text given to TLS at once: few lock cycles, yet acknowledgements never wait long.
 const TLS_PIECE: usize = 128 << 10;

@@ -1,5 +1,5 @@
-//! Heartbeats: small authenticated datagrams on a real-time thread of their own, so that a busy host
-//! does not look like a dead one.
+//! Heartbeats: small authenticated datagrams on a real-time thread of their own, so that a busy
+//! host does not look like a dead one.
 
 use std::collections::HashMap;
 use std::io;

@@ -168,8 +168,8 @@ impl<W: Write> Replier<W> {
 }
 
 /// What the end of a stream says about the peer. A reset or an end comes from the peer's kernel:
-/// its agent is dead, for an agent that lives says goodbye. A timeout proves nothing, and unreadable
-/// bytes make *us* give up.
+/// its agent is dead, for an agent that lives says goodbye. A timeout proves nothing, and
+/// unreadable bytes make *us* give up.
 #[must_use]
 pub fn closed(error: &FrameError) -> Closed {
     use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};

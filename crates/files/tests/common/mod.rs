@@ -1,6 +1,6 @@
 //! A primary and a spare on this machine, each with a backing directory and a mount.
 
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each test uses a part")]
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
