@@ -10,8 +10,12 @@ use clap::Args;
 use hotspare_torture::guests::Mode;
 
 use crate::guests::{self, GuestArguments};
+use crate::kills::{self, KillArguments};
 use crate::tree::cargo;
 use crate::{call, tidy};
+
+/// Whether `hotspare run` can protect: then guests run in every mode and real programs are killed.
+const ENGINE: bool = false;
 
 #[derive(Debug, Args)]
 pub struct CiArguments {
@@ -58,7 +62,13 @@ pub fn ci(arguments: &CiArguments) -> Result<()> {
             go.args(["test", "-v", "./..."]).current_dir(module);
             suites.push(suite("go", &mut go)?);
         }
-        suites.push(own_suite("guests", || guests::table(&GuestArguments::only(Mode::Plain)))?);
+        let table =
+            if ENGINE { GuestArguments::default() } else { GuestArguments::only(Mode::Plain) };
+        suites.push(own_suite("guests", || guests::table(&table))?);
+        if ENGINE {
+            let each_once = KillArguments::default();
+            suites.push(own_suite("kills", || kills::all(&each_once))?);
+        }
     }
     report(&suites)
 }

@@ -30,6 +30,14 @@ pub struct KillArguments {
     epoch_ms: u64,
 }
 
+impl Default for KillArguments {
+    /// Each program once.
+    fn default() -> KillArguments {
+        let count = programs().len() as u64;
+        KillArguments { count, seed: 1, exact_seed: None, programs: vec![], epoch_ms: 100 }
+    }
+}
+
 /// Kills and prints; the last line is `N passed, N failed`.
 pub fn kills(arguments: &KillArguments) -> Result<()> {
     let (passed, failed) = all(arguments)?;
