@@ -5,6 +5,7 @@ pub mod descriptor;
 pub mod epoll;
 mod error;
 pub mod file_handle;
+pub mod ipc;
 pub mod memory;
 pub mod namespace;
 pub mod netlink;

@@ -16,6 +16,7 @@ pub mod error;
 pub mod eventfd;
 pub mod fdinfo;
 pub mod inotify;
+pub mod ipc;
 pub mod memfd;
 pub mod mqueue;
 pub mod netlink;

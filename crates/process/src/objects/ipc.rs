@@ -1,0 +1,351 @@
+//! System V shared memory, semaphores, message queues, and POSIX message queues: what lives in
+//! the guest's ipc namespace and has no descriptor.
+//!
+//! Most guests have none of it, so an epoch begins with a look at four lists that were opened
+//! once: a read each, a few µs. Only when something is there a thread inside the namespace reads
+//! it.
+//!
+//! System V messages can be copied (`MSG_COPY`). POSIX messages cannot: they are taken out and
+//! put back in the same order while the guest stands still. A queue on which somebody waits for a
+//! notification is refused unless it is empty, because putting back would set the notification
+//! off.
+//!
+//! Not carried: `SEM_UNDO` adjustments and the times and process numbers of last use, which no
+//! call shows or sets.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::PathBuf;
+
+use hotspare_image::ipc::{
+    Ipc, IpcOwner, PosixMessage, PosixQueue, SemaphoreSet, SysvMessage, SysvQueue,
+};
+use hotspare_kernel::KernelError;
+use hotspare_kernel::ipc::{self, Attachment, Ownership, QueueAttributes};
+
+use super::error::{ObjectError, ObjectResult};
+
+/// Mode bit of a segment that goes when the last process detaches it (`SHM_DEST`).
+pub const SEGMENT_REMOVED: u32 = 0o1000;
+/// Mode bits that cannot be restored: locked in memory, huge pages.
+const SEGMENT_LOCKED: u32 = 0o2000;
+const SEGMENT_HUGE: u32 = 0o4000;
+/// Bytes a list may have.
+const LIST_BYTES_MAX: usize = 1 << 20;
+
+/// A System V shared memory segment; its bytes travel as pages of shared memory.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Segment {
+    /// Who and what. The inode number of its mappings is `owner.id`, their device that of the
+    /// kernel's internal tmpfs.
+    pub owner: IpcOwner,
+    /// Size.
+    pub bytes: u64,
+}
+
+/// Everything in an ipc namespace.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct IpcState {
+    /// Semaphores and queues.
+    pub ipc: Ipc,
+    /// Shared memory.
+    pub segments: Vec<Segment>,
+}
+
+/// Looks at one ipc namespace, epoch after epoch.
+#[derive(Debug)]
+pub struct IpcCapture {
+    namespace: OwnedFd,
+    segments: File,
+    semaphores: File,
+    queues: File,
+    posix: OwnedFd,
+}
+
+/// Runs `work` on a thread inside an ipc namespace.
+fn inside<T: Send>(
+    namespace: BorrowedFd<'_>,
+    work: impl FnOnce() -> ObjectResult<T> + Send,
+) -> ObjectResult<T> {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            nix::sched::setns(namespace, nix::sched::CloneFlags::CLONE_NEWIPC)
+                .map_err(|errno| KernelError::from_errno("enter ipc namespace", errno as i32))?;
+            work()
+        });
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+fn open_list(name: &str) -> ObjectResult<File> {
+    let opened = File::open(format!("/proc/sysvipc/{name}"));
+    Ok(opened.map_err(KernelError::io("open list of System V IPC"))?)
+}
+
+impl IpcCapture {
+    /// For a guest whose ipc namespace is `namespace` (an open `/proc/PID/ns/ipc`).
+    pub fn open(namespace: OwnedFd) -> ObjectResult<Self> {
+        let lists = || {
+            let (segments, semaphores) = (open_list("shm")?, open_list("sem")?);
+            Ok((segments, semaphores, open_list("msg")?, ipc::queue_directory()?))
+        };
+        let (segments, semaphores, queues, posix) = inside(namespace.as_fd(), lists)?;
+        Ok(Self { namespace, segments, semaphores, queues, posix })
+    }
+
+    /// What is there, while the guest stands still. It is as before afterwards.
+    pub fn capture(&mut self) -> ObjectResult<IpcState> {
+        let segments: Vec<Row> = rows(&self.segments)?;
+        let semaphores = rows(&self.semaphores)?;
+        let queues = rows(&self.queues)?;
+        let posix = self.posix_names()?;
+        let segments = segments.iter().map(segment).collect::<ObjectResult<_>>()?;
+        if semaphores.is_empty() && queues.is_empty() && posix.is_empty() {
+            return Ok(IpcState { ipc: Ipc::default(), segments });
+        }
+        let directory = self.posix.as_fd();
+        let read = || {
+            Ok(Ipc {
+                semaphores: semaphores.iter().map(semaphore_set).collect::<ObjectResult<_>>()?,
+                message_queues: queues.iter().map(sysv_queue).collect::<ObjectResult<_>>()?,
+                posix_queues: posix
+                    .iter()
+                    .map(|name| posix_queue(directory, name))
+                    .collect::<ObjectResult<_>>()?,
+            })
+        };
+        Ok(IpcState { ipc: inside(self.namespace.as_fd(), read)?, segments })
+    }
+
+    fn posix_names(&self) -> ObjectResult<Vec<String>> {
+        let directory = format!("/proc/self/fd/{}", self.posix.as_raw_fd());
+        let listed = std::fs::read_dir(directory).and_then(|entries| {
+            entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+        });
+        let mut names: Vec<String> = listed.map_err(KernelError::io("list message queues"))?;
+        names.sort();
+        Ok(names)
+    }
+}
+
+/// A line of a list: its numbers, in the order of proc_sysvipc(5).
+type Row = Vec<i64>;
+
+fn rows(list: &File) -> ObjectResult<Vec<Row>> {
+    let mut text = vec![0u8; 4096];
+    let mut length = 0;
+    loop {
+        let read = list.read_at(&mut text[length..], length as u64);
+        let read = read.map_err(KernelError::io("read list of System V IPC"))?;
+        length += read;
+        if read == 0 || length >= LIST_BYTES_MAX {
+            break;
+        }
+        if text.len() - length < 4096 {
+            text.resize(text.len() * 2, 0);
+        }
+    }
+    let text = String::from_utf8_lossy(&text[..length]);
+    let lines = text.lines().skip(1);
+    lines
+        .map(|line| {
+            let numbers = line.split_whitespace().enumerate().map(|(column, word)| match column {
+                2 => i64::from_str_radix(word, 8),
+                _ => word.parse(),
+            });
+            let row: Row = numbers
+                .collect::<Result<_, _>>()
+                .map_err(|_| KernelError::Unexpected(format!("list of System V IPC: {line}")))?;
+            if row.len() < 10 {
+                return Err(KernelError::Unexpected(format!("System V IPC: {line}")).into());
+            }
+            Ok(row)
+        })
+        .collect()
+}
+
+fn owner(row: &Row, uid_column: usize) -> IpcOwner {
+    IpcOwner {
+        key: row[0] as i32,
+        id: row[1] as i32,
+        mode: row[2] as u32,
+        uid: row[uid_column] as u32,
+        gid: row[uid_column + 1] as u32,
+    }
+}
+
+fn segment(row: &Row) -> ObjectResult<Segment> {
+    let owner = owner(row, 7);
+    if owner.mode & (SEGMENT_LOCKED | SEGMENT_HUGE) != 0 {
+        let what = format!("System V shared memory segment {}", owner.id);
+        return Err(ObjectError::refused(what, "it is locked in memory or of huge pages"));
+    }
+    Ok(Segment { owner, bytes: row[3] as u64 })
+}
+
+fn semaphore_set(row: &Row) -> ObjectResult<SemaphoreSet> {
+    let owner = owner(row, 4);
+    let values = ipc::semaphore_values(owner.id, row[3].clamp(0, 1 << 16) as usize)?;
+    let values = values
+        .into_iter()
+        .enumerate()
+        .map(|(index, value)| Ok((value, ipc::semaphore_pid(owner.id, index as i32)?)));
+    Ok(SemaphoreSet { values: values.collect::<ObjectResult<_>>()?, owner })
+}
+
+fn sysv_queue(row: &Row) -> ObjectResult<SysvQueue> {
+    let owner = owner(row, 7);
+    let capacity_bytes = ipc::queue_capacity(owner.id)?;
+    let mut messages = Vec::new();
+    // No message is longer than all of them.
+    let longest = row[3].max(0) as usize;
+    while let Some((kind, bytes)) = ipc::copy_message(owner.id, messages.len() as i64, longest)? {
+        messages.push(SysvMessage { kind, bytes });
+    }
+    Ok(SysvQueue { owner, capacity_bytes, messages })
+}
+
+fn posix_queue(directory: BorrowedFd<'_>, name: &str) -> ObjectResult<PosixQueue> {
+    let what = || format!("POSIX message queue /{name}");
+    let path = PathBuf::from(format!("/proc/self/fd/{}/{name}", directory.as_raw_fd()));
+    let io = |verb| KernelError::io(verb);
+    let mut flags = File::options();
+    flags.read(true).write(true);
+    let open = std::os::unix::fs::OpenOptionsExt::custom_flags(&mut flags, libc::O_NONBLOCK);
+    let mut file = open.open(&path).map_err(io("open message queue"))?;
+    let metadata = file.metadata().map_err(io("look at message queue"))?;
+    let attributes = ipc::queue_attributes(file.as_fd())?;
+    let mut messages = Vec::new();
+    if attributes.messages > 0 {
+        let mut text = String::new();
+        file.read_to_string(&mut text).map_err(io("read message queue's state"))?;
+        let watcher = text.split_whitespace().find_map(|word| word.strip_prefix("NOTIFY_PID:"));
+        if watcher.is_some_and(|pid| pid != "0") {
+            let reason = "messages wait in it while a process waits for a notification";
+            return Err(ObjectError::transient(what(), reason));
+        }
+        messages = look_through(file.as_fd(), attributes)?;
+    }
+    Ok(PosixQueue {
+        name: format!("/{name}"),
+        mode: metadata.mode() & 0o777,
+        owner: (metadata.uid(), metadata.gid()),
+        limits: (attributes.messages_max, attributes.message_bytes_max),
+        messages,
+    })
+}
+
+/// Takes all messages out and puts them back. What was taken is put back whatever happens.
+fn look_through(
+    queue: BorrowedFd<'_>,
+    attributes: QueueAttributes,
+) -> ObjectResult<Vec<PosixMessage>> {
+    let capacity = attributes.message_bytes_max.max(0) as usize;
+    let mut messages = Vec::new();
+    let outcome = loop {
+        match ipc::take_posix_message(queue, capacity) {
+            Ok(Some((priority, bytes))) => messages.push(PosixMessage { priority, bytes }),
+            Ok(None) => break Ok(()),
+            Err(error) => break Err(error),
+        }
+    };
+    for message in &messages {
+        ipc::send_posix_message(queue, message.priority, &message.bytes)?;
+    }
+    outcome?;
+    Ok(messages)
+}
+
+fn ownership(owner: &IpcOwner) -> Ownership {
+    Ownership { mode: owner.mode & 0o777, uid: owner.uid, gid: owner.gid }
+}
+
+/// Makes the kernel give number `id` to the next object of a kind (`CONFIG_CHECKPOINT_RESTORE`).
+fn ask_for_number(kind: &str, id: i32) -> ObjectResult<()> {
+    let path = format!("/proc/sys/kernel/{kind}_next_id");
+    let written = std::fs::write(path, id.to_string());
+    Ok(written.map_err(KernelError::io("choose the number of an IPC object"))?)
+}
+
+fn check_number(what: &str, wanted: i32, got: i32) -> ObjectResult<()> {
+    if wanted == got {
+        return Ok(());
+    }
+    let text = format!("{what} got number {got} instead of {wanted}");
+    Err(KernelError::Unexpected(text).into())
+}
+
+/// Makes semaphores and queues in the calling thread's ipc namespace, which has none of them.
+/// `/proc` must be writable there.
+pub fn restore(image: &Ipc) -> ObjectResult<()> {
+    for set in &image.semaphores {
+        ask_for_number("sem", set.owner.id)?;
+        let count = set.values.len() as i32;
+        let id = ipc::create_semaphores(set.owner.key, count, ownership(&set.owner))?;
+        check_number("a semaphore set", set.owner.id, id)?;
+        let values: Vec<u16> = set.values.iter().map(|(value, _)| *value).collect();
+        ipc::set_semaphore_values(id, &values)?;
+    }
+    for queue in &image.message_queues {
+        ask_for_number("msg", queue.owner.id)?;
+        let owner = ownership(&queue.owner);
+        let id = ipc::create_queue(queue.owner.key, owner, queue.capacity_bytes)?;
+        check_number("a message queue", queue.owner.id, id)?;
+        for message in &queue.messages {
+            ipc::send_message(id, message.kind, &message.bytes)?;
+        }
+    }
+    image.posix_queues.iter().try_for_each(restore_posix_queue)
+}
+
+fn restore_posix_queue(image: &PosixQueue) -> ObjectResult<()> {
+    let name = image.name.strip_prefix('/').unwrap_or(&image.name);
+    let (messages_max, message_bytes_max) = image.limits;
+    let attributes = QueueAttributes { messages_max, message_bytes_max, messages: 0 };
+    let queue = File::from(ipc::create_posix_queue(name, image.mode, attributes)?);
+    for message in &image.messages {
+        ipc::send_posix_message(queue.as_fd(), message.priority, &message.bytes)?;
+    }
+    let mode = std::fs::Permissions::from_mode(image.mode);
+    queue.set_permissions(mode).map_err(KernelError::io("set mode of message queue"))?;
+    let (uid, gid) = image.owner;
+    let owned = std::os::unix::fs::fchown(&queue, Some(uid), Some(gid));
+    owned.map_err(KernelError::io("set owner of message queue"))?;
+    Ok(())
+}
+
+/// Makes a segment in the calling thread's ipc namespace. The file is its memory, for reading and
+/// writing; mappings of it are not attachments, those are made with shmat(2) in the ghost.
+///
+/// A segment that is to go with its last process ([`SEGMENT_REMOVED`]) is removed by
+/// [`remove_segment`] when the ghost has attached it.
+pub fn restore_segment(image: &Segment) -> ObjectResult<File> {
+    ask_for_number("shm", image.owner.id)?;
+    let id = ipc::create_segment(image.owner.key, image.bytes, ownership(&image.owner))?;
+    check_number("a shared memory segment", image.owner.id, id)?;
+    segment_file(id)
+}
+
+/// The memory of a segment of the calling thread's ipc namespace as a file.
+pub fn segment_file(id: i32) -> ObjectResult<File> {
+    let attached = Attachment::new(id)?;
+    let start = format!("{:x}-", attached.address());
+    let directory = "/proc/self/map_files";
+    let found = std::fs::read_dir(directory).and_then(|entries| {
+        for entry in entries {
+            let entry = entry?;
+            if entry.file_name().to_string_lossy().starts_with(&start) {
+                return File::options().read(true).write(true).open(entry.path());
+            }
+        }
+        Err(std::io::ErrorKind::NotFound.into())
+    });
+    Ok(found.map_err(KernelError::io("open segment's memory"))?)
+}
+
+/// Marks a segment as removed: it goes with its last attachment.
+pub fn remove_segment(id: i32) -> ObjectResult<()> {
+    Ok(ipc::remove_segment(id)?)
+}
