@@ -186,17 +186,36 @@ HELPER uint64_t mix(uint64_t *state) {
 HELPER uint64_t seeded(uint64_t seed) { return (seed + 1) * 0x9e3779b97f4a7c15ull | 1; }
 HELPER void fill(void *memory, size_t length, uint64_t seed) {
     uint64_t state = seeded(seed);
-    for (size_t i = 0; i < length; i++) ((uint8_t *)memory)[i] = (uint8_t)(mix(&state) >> 32);
+    for (size_t at = 0; at < length; at += 8) {
+        uint64_t word = mix(&state);
+        memcpy((uint8_t *)memory + at, &word, length - at < 8 ? length - at : 8);
+    }
+}
+HELPER void check_bytes(const char *file, int line, const uint8_t *got, const void *want,
+                        size_t length, size_t at) {
+    for (size_t i = 0; i < length; i++)
+        if (got[at + i] != ((const uint8_t *)want)[i])
+            guest_fail(file, line, "content", "byte %zu: expected %02x, got %02x", at + i,
+                       ((const uint8_t *)want)[i], got[at + i]);
 }
 #define FILLED(memory, length, seed) check_fill(__FILE__, __LINE__, memory, length, seed)
 HELPER void check_fill(const char *file, int line, const void *memory, size_t length,
                        uint64_t seed) {
     uint64_t state = seeded(seed);
-    for (size_t i = 0; i < length; i++) {
-        uint8_t want = (uint8_t)(mix(&state) >> 32), got = ((const uint8_t *)memory)[i];
-        if (got != want)
-            guest_fail(file, line, "pattern", "seed %llu byte %zu of %zu: expected %02x, got %02x",
-                       (unsigned long long)seed, i, length, want, got);
+    for (size_t at = 0; at < length; at += 8) {
+        uint64_t word = mix(&state);
+        size_t part = length - at < 8 ? length - at : 8;
+        if (memcmp((const uint8_t *)memory + at, &word, part))
+            check_bytes(file, line, memory, &word, part, at);
+    }
+}
+#define ZEROS(memory, length) check_zeros(__FILE__, __LINE__, memory, length)
+HELPER void check_zeros(const char *file, int line, const void *memory, size_t length) {
+    static const uint8_t zeros[PAGE];
+    for (size_t at = 0; at < length; at += PAGE) {
+        size_t part = length - at < PAGE ? length - at : PAGE;
+        if (memcmp((const uint8_t *)memory + at, zeros, part))
+            check_bytes(file, line, memory, zeros, part, at);
     }
 }
 

@@ -27,13 +27,13 @@ int main(int argc, char **argv) {
         peer_ask(&peer, g.step);
         FILLED(shared + 2 * PAGE, PAGE, (uint64_t)g.step);
         FILLED(private, PAGE, (uint64_t)g.step);
-        for (size_t i = PAGE; i < 4 * PAGE; i++) EQ(private[i], 0);
+        ZEROS(private + PAGE, 3 * PAGE);
         uint8_t bytes[PAGE];
         memset(bytes, 1, PAGE);
         EQ(read(null, bytes, PAGE), 0);
         EQ(write(null, bytes, PAGE), PAGE);
         EQ(read(zero, bytes, PAGE), PAGE);
-        for (size_t i = 0; i < PAGE; i++) EQ(bytes[i], 0);
+        ZEROS(bytes, PAGE);
         FAILS(write(full, bytes, 1), ENOSPC);
         uint64_t now[4];
         get(random, now, sizeof now);

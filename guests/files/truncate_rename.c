@@ -16,7 +16,7 @@ static void check_file(const char *name, uint64_t seed, size_t length, size_t si
     int fd = (int)SYS(open(beside(name), O_RDONLY));
     EQ(read(fd, bytes, sizeof bytes), size);
     FILLED(bytes, length, seed);
-    for (size_t i = length; i < size; i++) EQ(bytes[i], 0);
+    ZEROS(bytes + length, size - length);
     close(fd);
 }
 static int entries(const char *name) {

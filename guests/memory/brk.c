@@ -17,7 +17,7 @@ int main(int argc, char **argv) {
         EQ(sbrk(0), start_at + size);
         size_t grown = BASE + (1 + (size_t)g.step % 20) * 8 * PAGE;
         SYS(brk(start_at + grown));
-        for (size_t i = BASE; i < grown; i++) CHECK(start_at[i] == 0, "byte %zu of %zu", i, grown);
+        ZEROS(start_at + BASE, grown - BASE);
         fill(start_at + BASE, grown - BASE, (uint64_t)g.step);
         nap();
         FILLED(start_at, BASE, (uint64_t)g.step - 1);

@@ -16,7 +16,7 @@ static uint8_t *areas[KINDS];
 static void in_child(void) {
     unsigned char resident;
     FAILS(mincore(areas[DONTFORK], PAGE, &resident), ENOMEM);
-    for (size_t i = 0; i < LENGTH; i++) EQ(areas[WIPE][i], 0);
+    ZEROS(areas[WIPE], LENGTH);
     FILLED(areas[PLAIN] + 16 * PAGE, 16 * PAGE, (uint64_t)g.step);
     _exit(0);
 }
@@ -40,8 +40,8 @@ int main(int argc, char **argv) {
         // Discarded late in the round: a page that was copied before must not come back.
         SYS(madvise(areas[PLAIN], 8 * PAGE, MADV_DONTNEED));
         nap_ms(g.step_ms / 2);
-        for (size_t i = 0; i < 8 * PAGE; i++) EQ(areas[PLAIN][i], 0);
-        for (size_t i = 8 * PAGE; i < 16 * PAGE; i++) EQ(shared[i], 0);
+        ZEROS(areas[PLAIN], 8 * PAGE);
+        ZEROS(shared + 8 * PAGE, 8 * PAGE);
         fill(areas[PLAIN] + 16 * PAGE, 16 * PAGE, (uint64_t)g.step);
         for (int i = 1; i < KINDS; i++) {
             FILLED(areas[i], LENGTH, (uint64_t)(g.step + i));

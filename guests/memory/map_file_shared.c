@@ -34,7 +34,7 @@ int main(int argc, char **argv) {
             EQ(pread(fd, bytes, sizeof bytes, (off_t)(i * 8 * PAGE)), sizeof bytes);
             FILLED(bytes, sizeof bytes, (uint64_t)g.step * (i ? 3 : 1));
         }
-        for (size_t i = 24 * PAGE; i < PAGES * PAGE; i++) EQ(shared[i], 0);
+        ZEROS(shared + 24 * PAGE, (PAGES - 24) * PAGE);
     }
     peer_end(&peer);
     return guest_pass();

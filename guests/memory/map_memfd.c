@@ -35,7 +35,7 @@ int main(int argc, char **argv) {
         FILLED(again, 4 * PAGE, (uint64_t)g.step + 1);
         FILLED(private, 4 * PAGE, (uint64_t)g.step);
         FILLED(private + 8 * PAGE, PAGE, 99);
-        for (size_t i = 8 * PAGE; i < 16 * PAGE; i++) EQ(shared[i], 0);
+        ZEROS(shared + 8 * PAGE, 8 * PAGE);
         EQ(pread(fd, bytes, sizeof bytes, 4 * PAGE), sizeof bytes);
         FILLED(bytes, sizeof bytes, (uint64_t)g.step + 1);
         char link[64] = "";

@@ -15,7 +15,7 @@ static void stamp(uint8_t *page, uint64_t index, uint64_t round) {
 }
 static void check(const uint8_t *page, uint64_t index, uint64_t round) {
     if (round == 0) {
-        for (size_t i = 0; i < PAGE; i++) CHECK(page[i] == 0, "page %lu byte %zu", index, i);
+        ZEROS(page, PAGE);
         return;
     }
     FILLED(page, 64, index << 32 | round);

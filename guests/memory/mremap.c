@@ -28,7 +28,7 @@ int main(int argc, char **argv) {
         size_t pages = 17 + (size_t)g.step % 40;
         at = move(at, 16 * PAGE, pages * PAGE, MREMAP_MAYMOVE, NULL);
         FILLED(at, 16 * PAGE, (uint64_t)g.step - 1);
-        for (size_t i = 16 * PAGE; i < pages * PAGE; i++) EQ(at[i], 0);
+        ZEROS(at + 16 * PAGE, (pages - 16) * PAGE);
         fill(at, pages * PAGE, (uint64_t)g.step);
         nap_ms(g.step_ms / 3);
         uint8_t *to = slots + (size_t)(g.step % 2) * RESERVED, *from = at;
@@ -40,7 +40,7 @@ int main(int argc, char **argv) {
         from = at;
         at = move(at, pages * PAGE, pages * PAGE, MREMAP_MAYMOVE | MREMAP_DONTUNMAP, NULL);
         nap_ms(g.step_ms / 3);
-        for (size_t i = 0; i < pages * PAGE; i++) EQ(from[i], 0);
+        ZEROS(from, pages * PAGE);
         map_fixed(from, pages * PAGE, PROT_NONE, 0);
         FILLED(at, pages * PAGE, (uint64_t)g.step);
         at = move(at, pages * PAGE, 16 * PAGE, 0, NULL);

@@ -27,7 +27,7 @@ static void advance(size_t i) {
     switch (states[i]) {
     case RESERVED:
         map_fixed(piece, PIECE, PROT_READ | PROT_WRITE, 0);
-        for (size_t byte = 0; byte < PIECE; byte++) EQ(piece[byte], 0);
+        ZEROS(piece, PIECE);
         seeds[i] = i * 1000 + (uint64_t)g.step;
         fill(piece, PIECE, seeds[i]);
         states[i] = COMMITTED;
@@ -55,7 +55,7 @@ int main(int argc, char **argv) {
             uint8_t *piece = arena + i * SPREAD;
             EQ(readable(piece), states[i] != RESERVED);
             if (states[i] == COMMITTED) FILLED(piece, PIECE, seeds[i]);
-            for (size_t byte = 0; states[i] == RELEASED && byte < PIECE; byte++) EQ(piece[byte], 0);
+            if (states[i] == RELEASED) ZEROS(piece, PIECE);
         }
     }
     return guest_pass();

@@ -24,7 +24,7 @@ int main(int argc, char **argv) {
         }
         // Splits one page by discarding, one by protecting; fills a third anew.
         SYS(madvise(huge + (size_t)(g.step % 3) * PAGE, PAGE, MADV_DONTNEED));
-        for (size_t i = 0; i < PAGE; i++) EQ(huge[(size_t)(g.step % 3) * PAGE + i], 0);
+        ZEROS(huge + (size_t)(g.step % 3) * PAGE, PAGE);
         SYS(mprotect(huge + HUGE, (size_t)(1 + g.step % 8) * PAGE, PROT_READ));
         SYS(mprotect(huge + HUGE, 8 * PAGE, PROT_READ | PROT_WRITE));
         if (g.step == 1) {

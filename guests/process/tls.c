@@ -22,7 +22,7 @@ static void *worker(void *argument) {
     long index = (long)argument;
     EQ(number, 7);
     CHECK(!strcmp(text, "untouched"));
-    for (size_t i = 0; i < sizeof zeros; i++) EQ(zeros[i], 0);
+    ZEROS(zeros, sizeof zeros);
     uint64_t base = fs_base();
     PTH(pthread_setspecific(key, (void *)(index * 100)));
     for (int step = 1; step <= g.steps; step++) {
