@@ -40,13 +40,18 @@ fn text(bytes: usize) -> Vec<u8> {
     all
 }
 
-fn encoding(name: &str, effort: Effort, rounds: u64, mut change: impl FnMut(u64, &mut Vec<u8>)) {
+/// `fresh`: without memory of pages sent before, so that nothing is sent as a difference.
+fn encoding(name: &str, effort: Effort, fresh: bool, mut change: impl FnMut(u64, &mut Vec<u8>)) {
+    let rounds = 300;
     let mut bytes = text(PAGES_PER_FRAME_MAX * PAGE);
     let runs = [PageRun { first: 0, pages: PAGES_PER_FRAME_MAX as u32 }];
     let (mut encoder, mut decoder) = (PageEncoder::default(), PageDecoder::default());
     let (mut encode, mut decode, mut size) = (Vec::new(), Vec::new(), 0);
     for round in 0..rounds {
         change(round, &mut bytes);
+        if fresh {
+            (encoder, decoder) = (PageEncoder::default(), PageDecoder::default());
+        }
         let mut payload = Vec::with_capacity(2 << 20);
         let start = Instant::now();
         encoder.encode(OWNER, &runs, &bytes, effort, &mut payload);
@@ -133,20 +138,21 @@ fn crossing(name: &str, security: &Security, pages: usize, count: u64, compressi
 }
 
 fn main() {
-    encoding("raw", Effort::Plain, 400, |_, _| {});
-    encoding("zero", Effort::Plain, 400, |_, bytes| bytes.fill(0));
-    encoding("lz4, text", Effort::Squeeze, 200, |round, bytes| {
-        *bytes = text(bytes.len());
-        bytes.iter_mut().step_by(2).for_each(|byte| *byte ^= round as u8);
-    });
-    encoding("xor, 64 B of a page new", Effort::Squeeze, 400, |round, bytes| {
+    encoding("raw", Effort::Plain, false, |_, _| {});
+    encoding("zero", Effort::Plain, false, |_, bytes| bytes.fill(0));
+    encoding("lz4, text", Effort::Squeeze, true, |_, _| {});
+    encoding("xor, 64 B of a page new", Effort::Squeeze, false, |round, bytes| {
         for page in bytes.chunks_mut(PAGE) {
             page[128..192].fill(round as u8);
         }
     });
-    encoding("noise, squeezed in vain", Effort::Squeeze, 200, |_, bytes| {
-        *bytes = noise(bytes.len())
+    let noisy = noise(PAGES_PER_FRAME_MAX * PAGE);
+    encoding("noise, squeezed in vain", Effort::Squeeze, true, |_, bytes| {
+        bytes.copy_from_slice(&noisy);
     });
+    if std::env::args().any(|argument| argument == "encode") {
+        return;
+    }
 
     let directory = tempfile::tempdir().expect("a directory");
     keys::issue(directory.path(), &["bench".to_owned()]).expect("keys");

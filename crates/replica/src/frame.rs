@@ -85,6 +85,9 @@ pub enum FrameError {
     /// Reading failed, or the stream ended within a frame.
     #[error("read from the stream: {0}")]
     Io(#[from] io::Error),
+    /// The checkpoint under way cannot be kept here.
+    #[error("keep the checkpoint under way in its temporary file: {0}; is the disk full?")]
+    Staging(io::Error),
     /// The stream is not ours, or lost its step.
     #[error("the peer does not speak Hotspare's protocol (frame starts with {0:02x?})")]
     Magic([u8; 4]),

@@ -162,7 +162,7 @@ impl Staging {
                 self.state.extend_from_slice(frame.payload);
                 Ok(())
             }
-            Kind::FileChanges => Ok(self.files.push(frame.payload)?),
+            Kind::FileChanges => self.files.push(frame.payload).map_err(FrameError::Staging),
             kind => Err(FrameError::OutOfPlace { kind, why: "within a checkpoint" }),
         }
     }
@@ -182,10 +182,10 @@ impl Staging {
             begin: self.begin,
             runs: self.runs,
             page_bytes: self.pages.length,
-            pages: self.pages.into_reader()?,
+            pages: self.pages.into_reader().map_err(FrameError::Staging)?,
             state: self.state,
             file_bytes: self.files.length,
-            files: self.files.into_reader()?,
+            files: self.files.into_reader().map_err(FrameError::Staging)?,
         })
     }
 }
@@ -200,7 +200,7 @@ fn put_pages(
     let (pages, zero) = match content {
         Content::Zero(pages) => (pages, true),
         Content::Bytes(bytes) => {
-            pile.push(bytes)?;
+            pile.push(bytes).map_err(FrameError::Staging)?;
             ((bytes.len() / PAGE) as u32, false)
         }
     };

@@ -300,3 +300,16 @@ fn a_slow_spare_holds_the_sender_back_within_its_limit() {
     });
     drop(spare);
 }
+
+#[test]
+fn a_spare_without_room_for_a_large_checkpoint_says_so_and_lives() {
+    let bytes = hotspare_replica::fuzz::bytes_of(Compression::Off, |sender| {
+        sender.begin(at(1), Term(1), true).unwrap();
+        sender.pages(batch(0, vec![1; 64 * PAGE])).unwrap();
+    });
+    // A directory that is none stands for a disk that is full.
+    let limits = StagingLimits { memory_bytes: 16 * PAGE, directory: "/proc/self/comm".into() };
+    let error = Receiver::new(bytes.as_slice(), limits).next().unwrap_err();
+    assert!(matches!(error, FrameError::Staging(_)), "{error}");
+    assert_eq!(closed(&error), Closed::ByUs);
+}
