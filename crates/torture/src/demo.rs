@@ -14,7 +14,7 @@ use crate::clock::{Instant, millis};
 use crate::dice::Dice;
 use crate::lab::{LabError, SERVICE_CIDR, SERVICE_V4};
 use crate::picture::{Part, Picture};
-use crate::protected::{Engine, Failover, HANG};
+use crate::protected::{Committed, Engine, Failover, HANG};
 
 const PORT: u16 = 6379;
 /// Load before the kill and after, at least.
@@ -82,6 +82,9 @@ pub struct DemoResult {
     pub outage: Option<(Instant, Instant)>,
     /// When the primary died.
     pub death: Instant,
+    /// What was done by then is part of the checkpoint that the ghost went on from, as far as is
+    /// known.
+    pub covered: Option<Instant>,
     /// What the clients say.
     pub verdict: Verdict,
     /// All requests.
@@ -137,6 +140,7 @@ fn play(options: &DemoOptions, out: &mut dyn Write) -> Result<DemoResult, DemoEr
     tell(out, &format!("Killing host0 and all on it (seed {}).", options.seed));
     let death = lab.host(0).kill()?;
     let (failover, _) = Engine::taken_over(&spare)?;
+    let covered = Committed::of(&primary).covers(failover.epoch);
     load.answered_after(death, HANG);
     (Instant::now() + CALM).sleep_until();
 
@@ -145,7 +149,7 @@ fn play(options: &DemoOptions, out: &mut dyn Write) -> Result<DemoResult, DemoEr
     let reconnects = lanes.iter().map(|lane| lane.reconnects).sum();
     let replies = all_replies(lanes);
     let outage = outage(&replies, death);
-    Ok(DemoResult { failover, outage, death, verdict, replies, reconnects })
+    Ok(DemoResult { failover, outage, death, covered, verdict, replies, reconnects })
 }
 
 fn redis() -> Vec<String> {
@@ -212,6 +216,10 @@ fn summary(options: &DemoOptions, result: &DemoResult) -> String {
         format!("the oldest {:.0} ms before the death; an epoch is {epoch} ms", millis(oldest))
     });
     row("Writes lost", grouped(verdict.lost.len()), &oldest);
+    if let Some(covered) = result.covered {
+        let age = millis(result.death.since(covered));
+        row("Checkpoint's age", ms(age), "at the death, from the stop of the guest for it");
+    }
     row("Wrong replies", grouped(verdict.wrongs.len()), "");
     let failed = result.replies.iter().filter(|reply| reply.outcome != Outcome::Good).count();
     let remark = format!("{} connections were made anew", result.reconnects);

@@ -19,7 +19,7 @@ use std::time::Duration;
 use crate::clock::{Instant, millis};
 use crate::dice::Dice;
 use crate::lab::{LAB_DIR, LabError, Process, SERVICE_CIDR, SERVICE_V4};
-use crate::protected::{Engine, Failover, HANG};
+use crate::protected::{Committed, Engine, Failover, HANG};
 use crate::{Host, Lab};
 
 pub use self::list::{build_examples, by_name, examples_dir, programs};
@@ -100,6 +100,8 @@ pub struct Ending<'a> {
     pub process: &'a Process,
     /// When the primary was killed, if it was.
     pub death: Option<Instant>,
+    /// What the program had done by then must have survived, as far as is known.
+    pub covered: Option<Instant>,
     /// The host where clients run.
     pub client: &'a Host,
     /// Where the program is reached.
@@ -205,7 +207,7 @@ pub fn run_plainly(program: &Program, seed: u64) -> Result<Run, LabError> {
     watch.begin(&stage)?;
     watch.goes_on(Instant::now());
     let (client, service) = (stage.lab.client(), stage.service);
-    let ending = Ending { host, process: &process, death: None, client, service };
+    let ending = Ending { host, process: &process, death: None, covered: None, client, service };
     let findings = watch.finish(&ending)?;
     Ok(Run { program: program.name, seed, failover: None, outage: None, findings })
 }
@@ -238,14 +240,19 @@ pub fn run_with_failover(
         wrongs.push(format!("the primary ended before it was killed and said:\n{said}"));
     }
     let (failover, _) = Engine::taken_over(&spare)?;
+    primary.wait(HANG)?;
     let goes_on = watch.goes_on(death);
     let outage = goes_on.then(|| Instant::now().since(death));
     if !goes_on {
         wrongs.push(format!("no sign of life within {HANG:?} of the death"));
     }
     let (client, service) = (stage.lab.client(), stage.service);
-    let (host, death) = (spare_host, Some(death));
-    let ending = Ending { host, process: &spare, death, client, service };
+    let committed = Committed::of(&primary);
+    if committed.last().is_some_and(|last| last > failover.epoch) {
+        wrongs.push(format!("{committed:?}, but it went on from epoch {}", failover.epoch));
+    }
+    let (host, death, covered) = (spare_host, Some(death), committed.covers(failover.epoch));
+    let ending = Ending { host, process: &spare, death, covered, client, service };
     let mut findings = watch.finish(&ending)?;
     findings.wrongs.extend(wrongs);
     Ok(Run { program: program.name, seed, failover: Some(failover), outage, findings })

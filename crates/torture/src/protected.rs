@@ -164,6 +164,35 @@ impl Engine {
     }
 }
 
+/// What a primary has said of its committed checkpoints.
+#[derive(Clone, Debug, Default)]
+pub struct Committed {
+    /// Epochs and when the guest was stopped for them, in order.
+    stops: Vec<(u64, Instant)>,
+}
+
+impl Committed {
+    /// From the output of a primary so far.
+    pub fn of(primary: &Process) -> Committed {
+        let stop = |line: &Line| match event(line)? {
+            Event::Epoch { epoch, stop_ns, .. } => Some((epoch, Instant(stop_ns))),
+            Event::Protected { .. } | Event::Failover(_) | Event::Exit { .. } => None,
+        };
+        Committed { stops: primary.stdout().lines().iter().filter_map(stop).collect() }
+    }
+
+    /// The last epoch that is said to be committed.
+    pub fn last(&self) -> Option<u64> {
+        self.stops.last().map(|(epoch, _)| *epoch)
+    }
+
+    /// What the guest had done by this instant is part of `epoch`, as far as is known.
+    pub fn covers(&self, epoch: u64) -> Option<Instant> {
+        let known = self.stops.iter().rev().find(|(stopped, _)| *stopped <= epoch);
+        known.map(|(_, at)| *at).filter(|at| at.0 > 0)
+    }
+}
+
 fn missing(what: &str, process: &Process) -> LabError {
     let said = process.stdout().text() + &process.stderr().text();
     let tail: Vec<&str> = said.lines().rev().take(30).collect();

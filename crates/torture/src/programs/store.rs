@@ -69,6 +69,14 @@ impl Watch for StoreWatch {
             facts.push(format!("oldest {:.0} ms before the death", millis(oldest)));
         }
         let mut wrongs = verdict.wrongs;
+        let oldest_lost = verdict.lost.first().map(|loss| loss.acknowledged);
+        if let (Some(covered), Some(lost)) = (ending.covered, oldest_lost)
+            && lost < covered
+        {
+            let early = millis(covered.since(lost));
+            wrongs
+                .push(format!("a write acknowledged {early:.1} ms before the checkpoint is lost"));
+        }
         if ending.death.is_none() && reconnects > 0 {
             wrongs.push(format!("{reconnects} connections broke though nobody was killed"));
         }
