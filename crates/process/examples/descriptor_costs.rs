@@ -65,7 +65,7 @@ fn open(kind: &str) -> Result<Vec<OwnedFd>, Failure> {
                     let epoll = instance.as_fd();
                     let events = libc::EPOLLIN as u32;
                     // A chain of instances may not be deeper than five.
-                    if opened.len() % 3 != 0 {
+                    if !opened.len().is_multiple_of(3) {
                         let data = 1;
                         let watch = epoll::Registration { epoll, target, number, events, data };
                         epoll::register(&[watch])?;

@@ -43,6 +43,7 @@ fn guest_side() {
         ("renamed", open_renamed),
         ("in flight", open_in_flight),
         ("owner", open_owner),
+        ("obstacles", open_obstacles),
         ("family", open_family),
         ("loner", open_loner),
         ("queue", open_queue),
@@ -548,6 +549,27 @@ fn what_we_do_not_know_is_refused_by_name() {
     }
 }
 
+fn open_obstacles(directory: &Path, turn: u32, opened: &mut Opened) {
+    open_terminal(directory, turn, opened);
+    open_namespace(directory, turn, opened);
+    opened.push(("file", File::create("/tmp/hotspare-obstacle").unwrap().into()));
+    open_eventfds(directory, turn, opened);
+}
+
+#[test]
+fn all_obstacles_of_a_program_are_told_at_once() {
+    let directory = scratch();
+    let guest = Guest::start("obstacles", directory.path());
+    let mut capturing = Capturing::of(&guest);
+    let found = capturing.kept.obstacles(&[guest.process()], &mut capturing.sockets).unwrap();
+    assert_eq!(found.len(), 3, "{found:?}");
+    for name in ["terminal", "net", "file"] {
+        let number = format!("descriptor {}:", guest.fds[name]);
+        assert!(found.iter().any(|error| error.to_string().contains(&number)), "{found:?}");
+    }
+    std::fs::remove_file("/tmp/hotspare-obstacle").unwrap();
+}
+
 fn add(instance: &OwnedFd, target: &OwnedFd, number: i32, events: u32, data: u64) {
     let (epoll, target) = (instance.as_fd(), target.as_fd());
     epoll::register(&[epoll::Registration { epoll, target, number, events, data }]).unwrap();
@@ -781,7 +803,7 @@ fn a_file_that_signals_is_armed_by_the_process() {
 }
 
 /// Starts this program once more with `files` at the same numbers; it waits until it is killed.
-fn have_child(files: &[&OwnedFd]) -> std::process::Child {
+fn have_child(files: &[&OwnedFd]) -> (u32, OwnedFd, OwnedFd) {
     for file in files {
         let keep = nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty());
         nix::fcntl::fcntl(file, keep).unwrap();
@@ -789,10 +811,12 @@ fn have_child(files: &[&OwnedFd]) -> std::process::Child {
     let mut child = std::process::Command::new("/bin/sh");
     child.args(["-c", "echo; read line"]);
     child.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+    #[expect(clippy::zombie_processes, reason = "this process is killed by the test")]
     let mut child = child.spawn().unwrap();
+    let (input, mut output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
     // It has run exec(2) when it says something.
-    child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
-    child
+    output.read_exact(&mut [0]).unwrap();
+    (child.id(), input.into(), output.into())
 }
 
 fn open_family(directory: &Path, _: u32, opened: &mut Opened) {
@@ -802,11 +826,11 @@ fn open_family(directory: &Path, _: u32, opened: &mut Opened) {
     let lock = descriptor::lock_record(true, 0, 0);
     nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_SETLK(&lock)).unwrap();
     let own = OwnedFd::from(File::open("/dev/null").unwrap());
-    let mut child = have_child(&[&file]);
-    println!("@child {}", child.id());
-    // The pipes to the child are no part of the test; it ends when they do.
-    opened.push(("input", child.stdin.take().unwrap().into()));
-    opened.push(("output", child.stdout.take().unwrap().into()));
+    // It ends when its pipes do, which is when we do.
+    let (child, input, output) = have_child(&[&file]);
+    println!("@child {child}");
+    opened.push(("input", input));
+    opened.push(("output", output));
     opened.push(("file", file));
     opened.push(("own", own));
 }

@@ -97,25 +97,45 @@ impl DescriptorCapture {
         name_shared: NameShared<'_>,
     ) -> ObjectResult<Captured> {
         sockets.begin_epoch();
-        let mut rows = self.tables.read(processes)?;
-        let members = table::share(&mut rows, processes)?;
-        let mut session = Session {
-            kept: self,
-            processes,
-            rows,
-            seen: Vec::with_capacity(members.len()),
-            objects: Vec::new(),
-            memfds: Vec::new(),
-            index: None,
-        };
-        session.name_all(members)?;
-        session.take_all(name_shared)?;
-        session.take_sockets(sockets, name_shared)?;
+        let (mut session, members) = Session::begin(self, processes)?;
+        session.name_all(members, &mut Err)?;
+        session.take_all(name_shared, &mut Err)?;
+        session.take_sockets(sockets, name_shared, &mut Err)?;
         session.fill_pipes()?;
         session.resolve_watches()?;
         let mut captured = session.finish();
         socket::settle(&mut captured.files)?;
         Ok(captured)
+    }
+}
+
+impl DescriptorCapture {
+    /// All reasons why the descriptors of `processes` cannot be captured, whichever process has
+    /// them; none if they can. The processes need not be stopped: then what changes meanwhile may
+    /// be missed or appear as an error.
+    pub fn obstacles(
+        &mut self,
+        processes: &[GuestProcess<'_>],
+        sockets: &mut SocketCapture,
+    ) -> ObjectResult<Vec<ObjectError>> {
+        sockets.begin_epoch();
+        let mut found = Vec::new();
+        let mut note = |error: ObjectError| {
+            if !error.is_transient() {
+                found.push(error);
+            }
+            Ok(())
+        };
+        let name_shared: NameShared<'_> = &mut |_, inode| SharedId(inode);
+        let (mut session, members) = Session::begin(self, processes)?;
+        session.name_all(members, &mut note)?;
+        session.take_all(name_shared, &mut note)?;
+        session.take_sockets(sockets, name_shared, &mut note)?;
+        let mut captured = session.finish_files();
+        if let Err(error) = socket::settle(&mut captured) {
+            found.push(error);
+        }
+        Ok(found)
     }
 }
 
@@ -157,17 +177,36 @@ struct Session<'a> {
     index: Option<HashMap<table::Key, Vec<usize>>>,
 }
 
-impl Session<'_> {
+/// What to do about an error: give up with it, or note it and go on.
+type OnError<'a> = &'a mut dyn FnMut(ObjectError) -> ObjectResult<()>;
+
+impl<'a> Session<'a> {
+    /// Reads the tables; also the rows of each description.
+    fn begin(
+        kept: &'a mut DescriptorCapture,
+        processes: &'a [GuestProcess<'a>],
+    ) -> ObjectResult<(Self, Vec<Vec<usize>>)> {
+        let mut rows = kept.tables.read(processes)?;
+        let members = table::share(&mut rows, processes)?;
+        let seen = Vec::with_capacity(members.len());
+        let (objects, memfds, index) = Default::default();
+        Ok((Self { kept, processes, rows, seen, objects, memfds, index }, members))
+    }
+
     /// Gives each description a name and says what it is.
-    fn name_all(&mut self, members: Vec<Vec<usize>>) -> ObjectResult<()> {
+    fn name_all(&mut self, members: Vec<Vec<usize>>, on_error: OnError<'_>) -> ObjectResult<()> {
         let mut taken = std::collections::HashSet::with_capacity(members.len());
         let mut unnamed = Vec::new();
         for rows in members {
             let first = &self.rows.rows[rows[0]];
             let (process, fd) = (first.process, first.fd);
-            let known = self
-                .classify_row(first.clone())
-                .map_err(|error| error.at(self.processes[process].pid, fd))?;
+            let known = match self.classify_row(first.clone()) {
+                Ok(known) => known,
+                Err(error) => {
+                    on_error(error.at(self.processes[process].pid, fd))?;
+                    continue;
+                }
+            };
             let mut id = None;
             for &row in &rows {
                 let row = &self.rows.rows[row];
@@ -274,11 +313,17 @@ impl Session<'_> {
     }
 
     /// Captures all descriptions that have no object yet, except sockets.
-    fn take_all(&mut self, name_shared: NameShared<'_>) -> ObjectResult<()> {
+    fn take_all(&mut self, name_shared: NameShared<'_>, on_error: OnError<'_>) -> ObjectResult<()> {
         while self.objects.len() < self.seen.len() {
             let index = self.objects.len();
             let (pid, fd) = self.holder(index);
-            let taken = self.take(index, name_shared).map_err(|error| error.at(pid, fd))?;
+            let taken = match self.take(index, name_shared) {
+                Ok(taken) => taken,
+                Err(error) => {
+                    on_error(error.at(pid, fd))?;
+                    None
+                }
+            };
             self.objects.push(taken);
         }
         Ok(())
@@ -424,15 +469,19 @@ impl Session<'_> {
         &mut self,
         sockets: &mut SocketCapture,
         name_shared: NameShared<'_>,
+        on_error: OnError<'_>,
     ) -> ObjectResult<()> {
         let guest = View { processes: self.processes };
         let mut index = 0;
         while index < self.seen.len() {
-            if self.objects[index].is_none() {
+            let socket = self.seen[index].known.class == Class::Socket;
+            if socket && self.objects[index].is_none() {
                 let (pid, fd) = self.holder(index);
-                let taken = self.take_socket(index, sockets, &guest);
-                self.objects[index] = Some(taken.map_err(|error| error.at(pid, fd))?);
-                self.take_all(name_shared)?;
+                match self.take_socket(index, sockets, &guest) {
+                    Ok(taken) => self.objects[index] = Some(taken),
+                    Err(error) => on_error(error.at(pid, fd))?,
+                }
+                self.take_all(name_shared, on_error)?;
             }
             index += 1;
         }
@@ -504,9 +553,13 @@ impl Session<'_> {
         }
         for instance in instances {
             let (pid, fd) = self.holder(instance);
+            let mut holders = vec![false; self.processes.len()];
+            for &row in &self.seen[instance].members {
+                holders[self.rows.rows[row].process] = true;
+            }
             let mut watches = Vec::new();
             for line in epoll::parse(self.detail(instance)).map_err(|error| error.at(pid, fd))? {
-                let watch = self.resolve(instance, &line, &by_inode);
+                let watch = self.resolve(instance, &holders, &line, &by_inode);
                 watches.push(watch.map_err(|error| error.at(pid, fd))?);
             }
             if let Some((_, Object::Epoll(image))) = &mut self.objects[instance] {
@@ -519,12 +572,12 @@ impl Session<'_> {
     fn resolve(
         &self,
         instance: usize,
+        holders: &[bool],
         line: &epoll::Line,
         by_inode: &HashMap<u64, Vec<usize>>,
     ) -> ObjectResult<EpollWatch> {
         let all = by_inode.get(&line.inode).map(Vec::as_slice).unwrap_or_default();
-        // Most likely the number still means it, in a process that has the instance.
-        let holds = |process: usize| self.rows.of(process).iter().any(|row| row.file == instance);
+        // Most likely the number still means what it meant.
         let at_number = (0..self.processes.len())
             .filter_map(|process| self.rows.find(process, line.fd).map(|row| row.file))
             .filter(|file| all.contains(file));
@@ -536,21 +589,22 @@ impl Session<'_> {
         let found = epoll::resolve(line, self.place(instance), candidates)?;
         let process = (0..self.processes.len()).find(|&process| {
             let row = self.rows.find(process, line.fd);
-            row.is_some_and(|row| Some(self.seen[row.file].id) == found) && holds(process)
+            holders[process] && row.is_some_and(|row| Some(self.seen[row.file].id) == found)
         });
         epoll::watch(line, found, process.map(|process| self.processes[process].pid))
     }
 
-    fn finish(self) -> Captured {
-        let files = self
-            .seen
-            .iter()
-            .zip(self.objects)
-            .filter_map(|(seen, taken)| {
-                let (owner, object) = taken?;
-                Some(OpenFile { id: seen.id, flags: seen.header.flags, owner, object })
-            })
-            .collect();
+    fn finish_files(&mut self) -> Vec<OpenFile> {
+        let objects = std::mem::take(&mut self.objects);
+        let files = self.seen.iter().zip(objects).filter_map(|(seen, taken)| {
+            let (owner, object) = taken?;
+            Some(OpenFile { id: seen.id, flags: seen.header.flags, owner, object })
+        });
+        files.collect()
+    }
+
+    fn finish(mut self) -> Captured {
+        let files = self.finish_files();
         let tables = (0..self.processes.len())
             .map(|process| {
                 let rows = self.rows.of(process).iter();

@@ -63,6 +63,8 @@ pub fn restore(
     flags: u32,
     context: &RestoreContext<'_>,
 ) -> ObjectResult<OwnedFd> {
+    // Left from O_TMPFILE, of which it is a part.
+    let flags = flags & !(libc::O_DIRECTORY as u32);
     let file = match image.unlinked_inode {
         Some(inode) => context.open_unlinked(&image.path, inode, flags)?,
         None => context.open(&image.path, flags)?,
