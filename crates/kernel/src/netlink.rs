@@ -86,7 +86,8 @@ pub struct VethPair<'a> {
     pub far_namespace: BorrowedFd<'a>,
 }
 
-/// A socket to rtnetlink in the network namespace in which it was opened. Closing it undoes nothing.
+/// A socket to rtnetlink in the network namespace in which it was opened. Closing it undoes
+/// nothing.
 #[derive(Debug)]
 pub struct Netlink {
     socket: OwnedFd,

@@ -182,7 +182,8 @@ def churn():
         page = random.randrange(n)
         if what in (1, 2):
             for _ in range(8):
-                ctypes.memset(a + random.randrange(n) * P + random.randrange(P), random.randrange(256), 1)
+                at = a + random.randrange(n) * P + random.randrange(P)
+                ctypes.memset(at, random.randrange(256), 1)
         elif what == 3:
             libc.madvise(a + page * P, random.randrange(1, n - page + 1) * P, 4)
         elif what == 4 and len(areas) > 20:

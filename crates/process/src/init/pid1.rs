@@ -21,7 +21,8 @@ use super::{
     receive_message, send_message,
 };
 
-/// The hidden command `init SOCKET PIDFD`: makes the namespaces, becomes PID 1, serves until the agent ends.
+/// The hidden command `init SOCKET PIDFD`: makes the namespaces, becomes PID 1, serves until the
+/// agent ends.
 ///
 /// Returns only an error; the process must then end.
 pub fn main(socket: i32, agent: i32) -> Result<Infallible> {
