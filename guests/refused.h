@@ -1,5 +1,5 @@
-// Programs that use what Hotspare refuses. They pass on plain Linux; under Hotspare the use ends the
-// protection, with the reason, and not the program. GUEST_APPEARS_AT is the round in which the
+// Programs that use what Hotspare refuses. They pass on plain Linux; under Hotspare the use ends
+// the protection, with the reason, and not the program. GUEST_APPEARS_AT is the round in which the
 // refused object appears (default 1), so that the refusal before and after the start can be told
 // apart.
 #ifndef REFUSED_H
