@@ -13,12 +13,12 @@ use hotspare_kernel::{HostPid, pidfd};
 use hotspare_process::capture::{Captured, CheckpointRules};
 use hotspare_process::ghost::{Ghost, GhostConfig, clock_offsets};
 use hotspare_process::guest::Guest;
-use hotspare_process::init::{FirstProgram, Init, InitConfig};
+use hotspare_process::init::{FirstProgram, Init, InitConfig, WritablePath};
 use hotspare_process::objects::capture::DescriptorCapture;
 use hotspare_process::objects::error::ObjectError;
 use hotspare_process::objects::outside::OutsideDescriptor;
 use hotspare_process::objects::restore::{self, GhostParts, RestoreContext, restore_all};
-use hotspare_process::objects::rules::FileRules;
+use hotspare_process::objects::rules::{FileRules, Standing};
 use hotspare_process::objects::socket::SocketCapture;
 use hotspare_process::objects::table::GuestProcess;
 use hotspare_process::pages::PageRun;
@@ -40,13 +40,21 @@ fn pipe() -> (OwnedFd, OwnedFd) {
 
 impl Primary {
     pub fn start(arguments: &[&str]) -> Self {
-        let init = Init::start(InitConfig::default()).expect("starts init");
+        Self::start_in(arguments, None)
+    }
+
+    pub fn start_in(arguments: &[&str], shared: Option<&str>) -> Self {
+        let init = Init::start(config(shared)).expect("starts init");
         let (stdin, input) = pipe();
         let (output, stdout) = pipe();
         let stderr = std::io::stderr().as_fd().try_clone_to_owned().expect("duplicates");
         let program = FirstProgram {
             arguments: arguments.iter().map(|text| text.to_string()).collect(),
-            environment: vec!["PATH=/usr/local/bin:/usr/bin:/bin".into(), "LC_ALL=C".into()],
+            environment: vec![
+                "PATH=/usr/local/bin:/usr/bin:/bin".into(),
+                "GUEST_STEPS=30".into(),
+                "GUEST_STEP_MS=30".into(),
+            ],
             directory: "/".into(),
             user: None,
         };
@@ -61,7 +69,7 @@ impl Primary {
             guest,
             output: BufReader::new(output.into()),
             input: input.into(),
-            descriptors: DescriptorCapture::new(FileRules::default(), outside),
+            descriptors: DescriptorCapture::new(rules(shared), outside),
             sockets: SocketCapture::open(net.as_fd()).expect("opens diagnostics"),
         }
     }
@@ -182,9 +190,21 @@ pub fn next_line(guest: &mut Guest, output: &mut BufReader<File>) -> String {
     text.trim_end().to_owned()
 }
 
+fn config(shared: Option<&str>) -> InitConfig {
+    let mut config = InitConfig::default();
+    let path = |path: &str| WritablePath { source: path.into(), target: path.into() };
+    config.surroundings.writable = shared.map(path).into_iter().collect();
+    config
+}
+
+fn rules(shared: Option<&str>) -> FileRules {
+    FileRules::new(shared.map(|path| (path.to_owned(), Standing::Shared)))
+}
+
 /// The ghost's side.
 pub struct Spare {
     pub ghost: Ghost,
+    rules: FileRules,
 }
 
 struct Parts<'a> {
@@ -216,10 +236,14 @@ pub struct Taken {
 
 impl Spare {
     pub fn start(first: &Checkpoint) -> Self {
-        let mut init = InitConfig::default();
+        Self::start_in(first, None)
+    }
+
+    pub fn start_in(first: &Checkpoint, shared: Option<&str>) -> Self {
+        let mut init = config(shared);
         init.surroundings.clocks = clock_offsets(first.clocks);
         let config = GhostConfig { init, replicated: Vec::new() };
-        Self { ghost: Ghost::new(config).expect("makes a ghost") }
+        Self { ghost: Ghost::new(config).expect("makes a ghost"), rules: rules(shared) }
     }
 
     pub fn apply(&mut self, (checkpoint, runs): (Checkpoint, Vec<PageRun>)) {
@@ -238,7 +262,7 @@ impl Spare {
                 shared: self.ghost.all_shared_memory(),
                 standard: [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
             };
-            let rules = FileRules::default();
+            let rules = &self.rules;
             let own = restore::own_descriptors().expect("opens own descriptors");
             let tables: Vec<_> = image
                 .processes
@@ -249,7 +273,7 @@ impl Spare {
                 })
                 .collect();
             let restore = || {
-                let context = RestoreContext::new(&parts, &rules, image.clocks, 100, own);
+                let context = RestoreContext::new(&parts, rules, image.clocks, 100, own);
                 restore_all(&image.files, &tables, &context)
             };
             let inside = self.ghost.namespaces().run(restore);
@@ -263,8 +287,10 @@ impl Spare {
         let root = released.threads.iter().find(|thread| thread.tid == GuestPid(2));
         let root = root.map_or(hosts[0], |thread| thread.host);
         let guest = Guest::adopt(root, &hosts).expect("adopts");
-        for (part, time) in &released.parts {
-            println!("  {part}: {time:?}");
+        if std::env::var_os("SHOW_PARTS").is_some() {
+            for (part, time) in &released.parts {
+                println!("  {part}: {time:?}");
+            }
         }
         Taken {
             init: released.init,
