@@ -150,6 +150,50 @@ pub fn limits(pid: HostPid) -> Result<Vec<(u64, u64)>> {
             check("read resource limits", done.into())?;
             Ok((limit.rlim_cur, limit.rlim_max))
         })
+        .collect::<Result<_>>()
+        .or_else(|error| match error.errno() {
+            // Of another user's process they can be asked with CAP_SYS_RESOURCE only, but read.
+            Some(libc::EPERM) => limits_as_text(pid),
+            _ => Err(error),
+        })
+}
+
+/// `/proc/PID/limits`, whose lines are in another order than the kernel's numbers.
+fn limits_as_text(pid: HostPid) -> Result<Vec<(u64, u64)>> {
+    const NAMES: [&str; 16] = [
+        "Max cpu time",
+        "Max file size",
+        "Max data size",
+        "Max stack size",
+        "Max core file size",
+        "Max resident set",
+        "Max processes",
+        "Max open files",
+        "Max locked memory",
+        "Max address space",
+        "Max file locks",
+        "Max pending signals",
+        "Max msgqueue size",
+        "Max nice priority",
+        "Max realtime priority",
+        "Max realtime timeout",
+    ];
+    let text = std::fs::read_to_string(format!("/proc/{pid}/limits"))
+        .map_err(KernelError::io("read resource limits"))?;
+    let number = |word: &str| match word {
+        "unlimited" => Some(u64::MAX),
+        word => word.parse().ok(),
+    };
+    NAMES
+        .iter()
+        .map(|name| {
+            let line = text.lines().find_map(|line| line.strip_prefix(name));
+            let mut words = line.unwrap_or_default().split_ascii_whitespace().map(number);
+            match (words.next().flatten(), words.next().flatten()) {
+                (Some(soft), Some(hard)) => Ok((soft, hard)),
+                _ => Err(KernelError::Unexpected(format!("limits of {pid}: {name}"))),
+            }
+        })
         .collect()
 }
 

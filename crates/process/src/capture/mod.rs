@@ -60,6 +60,10 @@ pub struct Captured {
     pub parts: PauseParts,
 }
 
+/// Without `UFFD_USER_MODE_ONLY` the call needs privilege, which the guest may have given up.
+/// Faults of the kernel are tracked all the same: nobody is asked about them (`WP_ASYNC`).
+const UFFD_FLAGS: u64 = libc::O_CLOEXEC as u64 | 1;
+
 /// Where a copy of everything has come to; see [`Guest::base`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BaseCursor {
@@ -113,7 +117,7 @@ impl Guest {
             Some(stub) => stub,
             None => Stub::inject(tid, process.pidfd.as_fd(), &lines, instruction)?,
         };
-        let mut calls = [Call::new(libc::SYS_userfaultfd, &[libc::O_CLOEXEC as u64])];
+        let mut calls = [Call::new(libc::SYS_userfaultfd, &[UFFD_FLAGS])];
         stub.run(tid, 0, &mut calls)?;
         let fd = calls[0].value("create userfaultfd in the guest")?;
         let taken = pidfd::get_fd(process.pidfd.as_fd(), fd as i32);

@@ -172,8 +172,8 @@ fn pending(thread: &Thread, status: &Status) -> ObjectResult<Vec<QueuedSignal>> 
 }
 
 /// The kernel forgets which call it is that `restart_syscall` goes on with, so it is noted at the
-/// first interruption; the arguments stay in the registers.
-fn note_restart(thread: &mut Thread, registers: &Registers) -> Option<Restart> {
+/// first interruption, which may be any stop; the arguments stay in the registers.
+pub(crate) fn note_restart(thread: &mut Thread, registers: &Registers) -> Option<Restart> {
     if registers[reg::RAX] as i64 != RESTART_BLOCK || registers[reg::ORIG_RAX] as i64 == -1 {
         thread.restart = None;
         return None;
@@ -185,8 +185,9 @@ fn note_restart(thread: &mut Thread, registers: &Registers) -> Option<Restart> {
             .all(|&index| seen[index] == registers[index])
     };
     let seen = match thread.restart.filter(|seen| same(&seen.registers)) {
-        Some(seen) if call == RESTART_SYSCALL || call == seen.call => seen,
+        Some(seen) if call == RESTART_SYSCALL => seen,
         _ if call == RESTART_SYSCALL => return None,
+        // The call itself, not its restart: it has just begun, however alike the last one was.
         _ => crate::guest::SeenRestart { registers: *registers, call, since: Instant::now() },
     };
     thread.restart = Some(seen);

@@ -4,7 +4,7 @@ use std::os::fd::AsRawFd;
 use std::os::fd::BorrowedFd;
 
 use hotspare_image::memory::Layout;
-use hotspare_image::tree::{LiveProcess, PosixTimer, SignalAction};
+use hotspare_image::tree::{ClockReading, LiveProcess, PosixTimer, SignalAction};
 use hotspare_kernel::remote::{Call, Stub};
 use hotspare_kernel::{ptrace, spawn, thread_info};
 
@@ -118,12 +118,18 @@ impl Body {
     }
 
     /// Interval and POSIX timers: as late as possible, since they run at once.
-    pub(super) fn start_timers(&self, live: &LiveProcess) -> GhostResult<()> {
+    /// `now` are the guest's clocks.
+    pub(super) fn start_timers(&self, live: &LiveProcess, now: ClockReading) -> GhostResult<()> {
         let mut batch = self.batch();
         for (which, timer) in (0u64..).zip(live.interval_timers) {
-            if timer.value_us != 0 {
+            // A periodic timer whose signal is pending is not armed; taking the signal arms it.
+            let value_us = match timer.value_us {
+                0 => u64::from(timer.interval_us != 0),
+                value_us => value_us,
+            };
+            if value_us != 0 {
                 let split = |us: u64| [us / 1_000_000, us % 1_000_000];
-                let words = [split(timer.interval_us), split(timer.value_us)].concat();
+                let words = [split(timer.interval_us), split(value_us)].concat();
                 let at = batch.words(&words);
                 batch.must("start interval timer", libc::SYS_setitimer, &[which, at, 0]);
             }
@@ -133,7 +139,8 @@ impl Body {
             batch.must("choose timer numbers (Linux 6.15)", libc::SYS_prctl, &switch(1));
             for timer in &live.posix_timers {
                 batch.room(256, 2)?;
-                add_timer(&mut batch, timer);
+                let pending = is_pending(live, timer);
+                add_timer(&mut batch, timer, pending.then_some(now));
             }
             batch.room(0, 1)?;
             batch.must("stop choosing timer numbers", libc::SYS_prctl, &switch(0));
@@ -172,6 +179,9 @@ impl Body {
         let mut batch = self.batch();
         for signal in &live.pending {
             let info = siginfo(&signal.siginfo)?;
+            if is_from_timer(live, info) {
+                continue;
+            }
             batch.room(160, 1)?;
             let at = batch.data(info);
             let arguments = [self.pid.0 as u64, number_of(info), at];
@@ -201,7 +211,44 @@ fn action_words(action: &SignalAction) -> [u64; 4] {
     [action.handler, action.flags, action.restorer, action.mask]
 }
 
-fn add_timer(batch: &mut Batch<'_>, timer: &PosixTimer) {
+/// Whether the periodic timer's signal is pending. Such a timer's own signal is made anew.
+fn is_pending(live: &LiveProcess, timer: &PosixTimer) -> bool {
+    let of_threads = live.threads.iter().flat_map(|thread| &thread.pending);
+    live.pending
+        .iter()
+        .chain(of_threads)
+        .any(|signal| siginfo(&signal.siginfo).is_ok_and(|info| timer_of(info) == Some(timer.id)))
+        && timer.interval_ns != 0
+        && clock_now(timer.clock, ClockReading::default()).is_some()
+}
+
+/// Whether the pending signal comes from a periodic timer, which sends it again when it is made.
+pub(super) fn is_from_timer(live: &LiveProcess, info: &[u8; 128]) -> bool {
+    timer_of(info).is_some_and(|id| {
+        let mut timers = live.posix_timers.iter();
+        timers.any(|timer| timer.id == id && is_pending(live, timer))
+    })
+}
+
+/// The timer that sent a signal: `si_code` is `SI_TIMER`, `si_timerid` follows the header.
+fn timer_of(info: &[u8; 128]) -> Option<i32> {
+    const SI_TIMER: i32 = -2;
+    let word = |at: usize| i32::from_ne_bytes([info[at], info[at + 1], info[at + 2], info[at + 3]]);
+    (word(8) == SI_TIMER).then(|| word(16))
+}
+
+fn clock_now(clock: i32, now: ClockReading) -> Option<u64> {
+    match clock {
+        libc::CLOCK_REALTIME => Some(now.realtime_ns),
+        libc::CLOCK_MONOTONIC => Some(now.monotonic_ns),
+        libc::CLOCK_BOOTTIME => Some(now.boottime_ns),
+        _ => None,
+    }
+}
+
+/// Makes a timer. One whose signal is `pending` is set to an expiry in the past, a period before
+/// the next: it sends the signal at once, goes on in phase and counts what it overruns.
+fn add_timer(batch: &mut Batch<'_>, timer: &PosixTimer, pending: Option<ClockReading>) {
     const NS: u64 = 1_000_000_000;
     let mut event = [0u64; 8];
     event[0] = timer.value;
@@ -211,9 +258,15 @@ fn add_timer(batch: &mut Batch<'_>, timer: &PosixTimer) {
     let number = batch.words(&[u64::from(timer.id as u32)]);
     let arguments = [timer.clock as i64 as u64, event, number];
     batch.must("make timer", libc::SYS_timer_create, &arguments);
-    if timer.value_ns != 0 {
-        let (interval, value) = (timer.interval_ns, timer.value_ns);
+    let interval = timer.interval_ns;
+    let past = pending
+        .and_then(|now| clock_now(timer.clock, now))
+        .map(|now| (now + timer.value_ns % interval.max(1)).saturating_sub(interval).max(1));
+    let value = past.unwrap_or(timer.value_ns);
+    if value != 0 {
+        let flags = if past.is_some() { libc::TIMER_ABSTIME as u64 } else { 0 };
         let times = batch.words(&[interval / NS, interval % NS, value / NS, value % NS]);
-        batch.must("start timer", libc::SYS_timer_settime, &[timer.id as u64, 0, times, 0]);
+        let arguments = [timer.id as u64, flags, times, 0];
+        batch.must("start timer", libc::SYS_timer_settime, &arguments);
     }
 }

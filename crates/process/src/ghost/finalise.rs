@@ -41,6 +41,9 @@ impl Clock {
     }
 }
 
+/// Longest wait for the ghost's clock; more than it can drift between two full transfers.
+const CLOCK_WAIT_MAX: Duration = Duration::from_secs(2);
+
 /// What a thread is resumed with.
 struct Last<'a> {
     thread: &'a Thread,
@@ -94,15 +97,27 @@ impl Ghost {
             self.dress(pid, live, layout).map_err(GhostError::at(pid))?;
         }
         clock.part("attributes");
+        // A parent hears of a child that stops; what it is to hear is put in afterwards.
         let mut last = BTreeMap::new();
-        for (pid, live) in living(image) {
+        let mut threads = Vec::new();
+        for (pid, live) in living(image).filter(|(_, live)| live.job_stopped.is_some()) {
+            let going = self.set_going(pid, live).map_err(GhostError::at(pid))?;
+            threads.extend(self.withdraw(pid, live, &going).map_err(GhostError::at(pid))?);
+        }
+        for (pid, live) in living(image).filter(|(_, live)| live.job_stopped.is_none()) {
             last.insert(pid, self.set_going(pid, live).map_err(GhostError::at(pid))?);
         }
         clock.part("signals and timers");
-        let threads = self.withdraw(image, &last)?;
+        for (pid, live) in living(image).filter(|(_, live)| live.job_stopped.is_none()) {
+            let last = last.remove(&pid).unwrap_or_default();
+            threads.extend(self.withdraw(pid, live, &last).map_err(GhostError::at(pid))?);
+        }
         self.sources.seal()?;
         clock.part("registers");
-        let stopped = Vec::new();
+        self.await_clock(image)?;
+        clock.part("clock");
+        let stopped = living(image).filter(|(_, live)| live.job_stopped.is_some());
+        let stopped = stopped.map(|(pid, _)| pid).collect();
         Ok(Finalised { threads, stopped, parts: clock.parts })
     }
 
@@ -142,6 +157,8 @@ impl Ghost {
             .get_mut(&pid)
             .ok_or_else(|| GhostError::Image(format!("no process {}", pid.0)))?;
         body.set_attributes(live)?;
+        // Another user's limits could not be set without CAP_SYS_RESOURCE.
+        body.set_limits(live)?;
         for thread in &live.threads {
             body.dress_thread(body.thread(thread.tid)?, thread)?;
         }
@@ -156,10 +173,10 @@ impl Ghost {
         let mut sections = Vec::new();
         for thread in &live.threads {
             let host = body.thread(thread.tid)?;
-            body.queue_thread_signals(host, thread)?;
+            body.queue_thread_signals(host, live, thread)?;
             sections.push(body.register_rseq(host, thread)?);
         }
-        body.start_timers(live)?;
+        body.start_timers(live, self.now())?;
         let mut last = Vec::new();
         for (thread, section) in live.threads.iter().zip(sections) {
             let registers = body.final_registers(body.thread(thread.tid)?, thread)?;
@@ -171,25 +188,39 @@ impl Ghost {
     /// Takes the stub out and sets the registers.
     fn withdraw(
         &self,
-        image: &Checkpoint,
-        last: &BTreeMap<GuestPid, Vec<Last<'_>>>,
+        pid: GuestPid,
+        live: &LiveProcess,
+        last: &[Last<'_>],
     ) -> GhostResult<Vec<RunningThread>> {
+        let body = self.body(pid)?;
+        let mut trap: Vec<_> = body.trap_action(live).into_iter().collect();
+        body.hands.withdraw(body.host, &mut trap)?;
+        if let Some(signal) = live.job_stopped {
+            body.stop_as(live, signal)?;
+        }
         let mut running = Vec::new();
-        for (pid, live) in living(image) {
-            let body = self.body(pid)?;
-            body.set_limits(live)?;
-            let trap: Vec<_> = body.trap_action(live).into_iter().collect();
-            let mut trap = trap;
-            body.hands
-                .withdraw(body.host, &mut trap)
-                .map_err(|error| GhostError::at(pid)(error.into()))?;
-            for end in last.get(&pid).into_iter().flatten() {
-                let host = body.thread(end.thread.tid)?;
-                body.resume_as(host, end.thread, &end.registers, end.section)
-                    .map_err(GhostError::at(pid))?;
-                running.push(RunningThread { process: pid, tid: end.thread.tid, host });
-            }
+        for end in last {
+            let host = body.thread(end.thread.tid)?;
+            body.resume_as(host, end.thread, &end.registers, end.section)?;
+            running.push(RunningThread { process: pid, tid: end.thread.tid, host });
         }
         Ok(running)
+    }
+
+    /// The guest's clocks must not go back. They run since the ghost was made, as far behind the
+    /// primary's as the first checkpoint took to get here; if that is further than the last one
+    /// is old, wait for the rest.
+    fn await_clock(&self, image: &Checkpoint) -> GhostResult<()> {
+        let behind = image.clocks.monotonic_ns as i64 - self.now().monotonic_ns as i64;
+        if behind <= 0 {
+            return Ok(());
+        }
+        let behind = Duration::from_nanos(behind as u64);
+        if behind > CLOCK_WAIT_MAX {
+            let what = format!("the guest's clock would go back by {behind:?}");
+            return Err(GhostError::Rebuild(what));
+        }
+        std::thread::sleep(behind);
+        Ok(())
     }
 }

@@ -54,6 +54,7 @@ pub struct GhostConfig {
 #[derive(Debug)]
 pub struct Ghost {
     init: Init,
+    clocks: ClockOffsets,
     namespaces: GuestNamespaces,
     bodies: BTreeMap<GuestPid, Body>,
     sources: SourceSet,
@@ -74,26 +75,34 @@ pub struct RunningThread {
     pub host: HostPid,
 }
 
-/// Offsets that make the clocks of a guest started now on this host go on from `reading`, or a
-/// little later: never before it.
+const SECOND_NS: i64 = 1_000_000_000;
+
+fn clock_ns(clock: nix::time::ClockId) -> i64 {
+    let time = nix::time::clock_gettime(clock);
+    time.map_or(0, |time| time.tv_sec() * SECOND_NS + time.tv_nsec())
+}
+
+/// Offsets that make the clocks of a guest started now on this host go on from `reading`. How old
+/// that is, is told by the hosts' clocks of the day, as far as they agree within a second.
 pub fn clock_offsets(reading: ClockReading) -> ClockOffsets {
-    let now = |clock| {
-        nix::time::clock_gettime(clock)
-            .map_or(0, |time| time.tv_sec() * 1_000_000_000 + time.tv_nsec())
-    };
+    use nix::time::ClockId;
+    let age = clock_ns(ClockId::CLOCK_REALTIME) - reading.realtime_ns as i64;
+    let age = age.clamp(0, SECOND_NS);
     ClockOffsets {
-        monotonic_ns: reading.monotonic_ns as i64 - now(nix::time::ClockId::CLOCK_MONOTONIC),
-        boottime_ns: reading.boottime_ns as i64 - now(nix::time::ClockId::CLOCK_BOOTTIME),
+        monotonic_ns: reading.monotonic_ns as i64 + age - clock_ns(ClockId::CLOCK_MONOTONIC),
+        boottime_ns: reading.boottime_ns as i64 + age - clock_ns(ClockId::CLOCK_BOOTTIME),
     }
 }
 
 impl Ghost {
     /// Makes the namespaces and an empty ghost in them.
     pub fn new(config: GhostConfig) -> GhostResult<Self> {
+        let clocks = config.init.surroundings.clocks;
         let init = Init::start(config.init)?;
         let namespaces = init.namespaces()?;
         Ok(Self {
             init,
+            clocks,
             namespaces,
             bodies: BTreeMap::new(),
             sources: SourceSet::default(),
@@ -101,6 +110,17 @@ impl Ghost {
             full: false,
             image: None,
         })
+    }
+
+    /// The clocks as the ghost would read them.
+    fn now(&self) -> ClockReading {
+        use nix::time::ClockId;
+        let ahead = |clock, offset: i64| (clock_ns(clock) + offset).max(0) as u64;
+        ClockReading {
+            realtime_ns: ahead(ClockId::CLOCK_REALTIME, 0),
+            monotonic_ns: ahead(ClockId::CLOCK_MONOTONIC, self.clocks.monotonic_ns),
+            boottime_ns: ahead(ClockId::CLOCK_BOOTTIME, self.clocks.boottime_ns),
+        }
     }
 
     /// PID 1 of the ghost's namespaces.
@@ -225,7 +245,9 @@ impl Ghost {
     pub fn release(self, finalised: Finalised) -> GhostResult<Released> {
         let Finalised { threads, stopped, parts } = finalised;
         for thread in &threads {
-            if !stopped.contains(&thread.process) {
+            if stopped.contains(&thread.process) {
+                hotspare_kernel::ptrace::listen(thread.host)?;
+            } else {
                 hotspare_kernel::ptrace::cont(thread.host, 0)?;
             }
         }

@@ -1,10 +1,11 @@
 //! What belongs to a thread: name, stacks, lists, scheduling, credentials, filters, registers.
 
-use hotspare_image::tree::{Credentials, GuestPid, Restart, Scheduling, Thread};
+use hotspare_image::tree::{Credentials, GuestPid, LiveProcess, Restart, Scheduling, Thread};
 use hotspare_kernel::ptrace::{self, HostPid, Registers, Stop, Waited, Whose, reg};
 use hotspare_kernel::remote::Stub;
+use hotspare_kernel::thread_info;
 
-use super::attributes::{number_of, siginfo};
+use super::attributes::{is_from_timer, number_of, siginfo};
 use super::body::Body;
 use super::error::{GhostError, GhostResult};
 use super::hands::{Batch, await_interrupted, unexpected};
@@ -56,8 +57,9 @@ impl Body {
         schedule(&mut batch, &thread.scheduling)?;
         batch.run()?;
         self.install_filters(host, thread)?;
+        let now = thread_info::status(host)?.capabilities;
         let mut batch = self.hands.batch(host);
-        set_credentials(&mut batch, &thread.credentials)?;
+        set_credentials(&mut batch, &thread.credentials, now[1])?;
         if thread.parent_death_signal != 0 {
             let arguments = [PR_SET_PDEATHSIG, thread.parent_death_signal as u64, 0, 0, 0];
             batch.must("set parent death signal", libc::SYS_prctl, &arguments);
@@ -98,10 +100,18 @@ impl Body {
     }
 
     /// Signals pending for one thread.
-    pub(super) fn queue_thread_signals(&self, host: HostPid, thread: &Thread) -> GhostResult<()> {
+    pub(super) fn queue_thread_signals(
+        &self,
+        host: HostPid,
+        live: &LiveProcess,
+        thread: &Thread,
+    ) -> GhostResult<()> {
         let mut batch = self.hands.batch(host);
         for signal in &thread.pending {
             let info = siginfo(&signal.siginfo)?;
+            if is_from_timer(live, info) {
+                continue;
+            }
             batch.room(160, 1)?;
             let at = batch.data(info);
             let arguments = [self.pid.0 as u64, thread.tid.0 as u64, number_of(info), at];
@@ -164,8 +174,10 @@ impl Body {
             // Its timeout is a point in time.
             libc::SYS_futex => return Ok(Some((call, arguments))),
             libc::SYS_poll => {
-                let left = (arguments[2] as i32).max(0) as u64;
-                arguments[2] = left.saturating_sub(blocked / 1_000_000);
+                // A negative timeout is none.
+                if let Ok(left) = u64::try_from(arguments[2] as i32) {
+                    arguments[2] = left.saturating_sub(blocked / 1_000_000);
+                }
                 return Ok(Some((call, arguments)));
             }
             _ => return Ok(None),
@@ -231,6 +243,33 @@ impl Body {
         Ok(())
     }
 
+    /// Puts the process, whose stub is gone, into a job-control stop by `signal`. Its threads
+    /// stand in that stop afterwards.
+    pub(super) fn stop_as(&self, live: &LiveProcess, signal: i32) -> GhostResult<()> {
+        let pid = nix::unistd::Pid::from_raw(self.host.0);
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP)
+            .map_err(|errno| GhostError::io("stop ghost process")(errno.into()))?;
+        ptrace::cont(self.host, 0)?;
+        match ptrace::wait(Whose::One(self.host), true)? {
+            Waited::Stopped(_, Stop::Signal(libc::SIGSTOP)) => {}
+            other => return Err(unexpected(self.host, other).into()),
+        }
+        // Any stop signal may be delivered in its place; one that the guest handles may not.
+        let action = live.signal_actions.get(signal as usize - 1);
+        let plain = action.is_none_or(|action| action.handler == 0);
+        ptrace::cont(self.host, if plain { signal } else { libc::SIGSTOP })?;
+        for (index, (_, host)) in self.threads.iter().enumerate() {
+            if index > 0 {
+                ptrace::cont(*host, 0)?;
+            }
+            match ptrace::wait(Whose::One(*host), true)? {
+                Waited::Stopped(_, Stop::Group(_)) => {}
+                other => return Err(unexpected(*host, other).into()),
+            }
+        }
+        Ok(())
+    }
+
     /// The host's number of a thread.
     pub(super) fn thread(&self, tid: GuestPid) -> GhostResult<HostPid> {
         self.threads
@@ -251,6 +290,11 @@ fn schedule(batch: &mut Batch<'_>, wanted: &Scheduling) -> GhostResult<()> {
         let arguments = [0, attributes, 0];
         batch.must("set scheduling", libc::SYS_sched_setattr, &arguments);
     }
+    if wanted.nice != 0 {
+        // sched_setattr(2) leaves it alone under SCHED_IDLE and the real-time policies.
+        let arguments = [0, 0, wanted.nice as i64 as u64];
+        batch.must("set niceness", libc::SYS_setpriority, &arguments);
+    }
     if !wanted.affinity.is_empty() {
         let mask = batch.words(&wanted.affinity);
         let bytes = wanted.affinity.len() as u64 * 8;
@@ -261,8 +305,8 @@ fn schedule(batch: &mut Batch<'_>, wanted: &Scheduling) -> GhostResult<()> {
 }
 
 /// Credentials in the one order that works: identities while we may still change them, sets,
-/// then what forbids further changes.
-fn set_credentials(batch: &mut Batch<'_>, wanted: &Credentials) -> GhostResult<()> {
+/// then what forbids further changes. `all` is the ghost's permitted set so far.
+fn set_credentials(batch: &mut Batch<'_>, wanted: &Credentials, all: u64) -> GhostResult<()> {
     let securebits = |bits: u64| [PR_SET_SECUREBITS, bits, 0, 0, 0];
     let [inheritable, permitted, effective, bounding, ambient] = wanted.capabilities;
     batch.room(wanted.groups.len() * 4 + 64, 8)?;
@@ -284,7 +328,6 @@ fn set_credentials(batch: &mut Batch<'_>, wanted: &Credentials) -> GhostResult<(
         }
     }
     batch.room(256, 48)?;
-    let all = (1u64 << (LAST_CAPABILITY + 1)) - 1;
     if ambient != 0 {
         set_capabilities(batch, inheritable, all, all);
         batch.must(

@@ -100,6 +100,11 @@ impl Guest {
             }
         };
         if let Some(thread) = self.threads.get_mut(&tid) {
+            if let Held::Trap = held
+                && let Ok(registers) = ptrace::registers(tid)
+            {
+                crate::capture::threads::note_restart(thread, &registers);
+            }
             thread.held = Some(held);
         }
         Ok(())

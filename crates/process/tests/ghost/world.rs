@@ -101,7 +101,10 @@ impl Primary {
     }
 
     fn try_checkpoint(&mut self) -> Result<Option<Captured>, ObjectError> {
-        self.guest.prepare()?;
+        if self.guest.needs_preparation() {
+            self.guest.prepare()?;
+        }
+        self.guest.refresh_flags()?;
         let (descriptors, sockets) = (&mut self.descriptors, &mut self.sockets);
         let mut objects = |guest: &Guest, checkpoint: &mut Checkpoint| {
             take_descriptors(guest, checkpoint, descriptors, sockets)
