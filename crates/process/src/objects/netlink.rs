@@ -16,6 +16,7 @@ const GROUPS_MAX: usize = 4096;
 /// Captures a netlink socket of the stopped guest.
 pub fn capture(
     fd: BorrowedFd<'_>,
+    inode: u64,
     kind: SocketKind,
     options: &mut OptionReader,
 ) -> ObjectResult<NetlinkSocket> {
@@ -30,7 +31,7 @@ pub fn capture(
     }
     let address = socket::local_address(fd)?;
     let bound = address.get(4..).is_some_and(|rest| rest.iter().any(|byte| *byte != 0));
-    let mut found = options.capture(fd, kind, false)?;
+    let mut found = options.capture(fd, inode, kind, false)?;
     found.extend(memberships(fd)?);
     Ok(NetlinkSocket {
         protocol: kind.protocol,

@@ -21,12 +21,18 @@ use super::tcp::{self, TcpCache};
 use super::unix::{self, GuestView, HostPidOf, InFlight, Made, UnixRestore};
 use super::{netlink, udp};
 
+/// Kinds of sockets that are remembered; with more, all are asked again.
+const KINDS_MAX: usize = 100_000;
+
 /// Captures sockets, and remembers from epoch to epoch what need not be asked again.
 pub struct SocketCapture {
     tcp: TcpCache,
     options: OptionReader,
     diag: SockDiag,
     unix: Option<HashMap<u64, UnixEntry>>,
+    /// What socket(2) was asked for, by inode number.
+    kinds: HashMap<u64, SocketKind>,
+    exact: bool,
 }
 
 impl SocketCapture {
@@ -47,13 +53,35 @@ impl SocketCapture {
         });
         let diag = opened??;
         let (tcp, options) = (TcpCache::default(), OptionReader::default());
-        Ok(Self { tcp, options, diag, unix: None })
+        let kinds = HashMap::new();
+        Ok(Self { tcp, options, diag, unix: None, kinds, exact: false })
     }
 
     /// To be called at each stop, before the first capture.
     pub fn begin_epoch(&mut self) {
         self.tcp.begin_epoch();
+        self.options.begin_epoch(std::mem::take(&mut self.exact));
         self.unix = None;
+        if self.kinds.len() > KINDS_MAX {
+            self.kinds.clear();
+        }
+    }
+
+    /// The next epoch reads everything, also what seldom changes and is otherwise read in turns:
+    /// for a planned switchover.
+    pub fn next_is_exact(&mut self) {
+        self.exact = true;
+    }
+
+    fn kind(&mut self, fd: BorrowedFd<'_>, inode: u64) -> ObjectResult<SocketKind> {
+        if let Some(kind) = self.kinds.get(&inode) {
+            return Ok(*kind);
+        }
+        let number = |name| socket::get_option_i32(fd, libc::SOL_SOCKET, name);
+        let (domain, kind) = (number(libc::SO_DOMAIN)?, number(libc::SO_TYPE)?);
+        let kind = SocketKind { domain, kind, protocol: number(libc::SO_PROTOCOL)? };
+        self.kinds.insert(inode, kind);
+        Ok(kind)
     }
 
     /// Captures the socket behind `fd`, a duplicate of a descriptor of the stopped guest, whose
@@ -65,12 +93,11 @@ impl SocketCapture {
         guest: &dyn GuestView,
         in_flight: InFlight<'_>,
     ) -> ObjectResult<Object> {
-        let number = |name| socket::get_option_i32(fd, libc::SOL_SOCKET, name);
-        let domain = number(libc::SO_DOMAIN)?;
+        let socket_kind = self.kind(fd, inode)?;
+        let SocketKind { domain, kind, protocol } = socket_kind;
         if domain == libc::AF_UNIX {
             return self.capture_unix(fd, inode, guest, in_flight);
         }
-        let (kind, protocol) = (number(libc::SO_TYPE)?, number(libc::SO_PROTOCOL)?);
         let options = &mut self.options;
         match (domain, kind, protocol) {
             (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM, libc::IPPROTO_TCP) => {
@@ -80,8 +107,7 @@ impl SocketCapture {
                 Ok(Object::Udp(udp::capture(fd, domain, inode, options)?))
             }
             (libc::AF_NETLINK, _, _) => {
-                let kind = SocketKind { domain, kind, protocol };
-                Ok(Object::Netlink(netlink::capture(fd, kind, options)?))
+                Ok(Object::Netlink(netlink::capture(fd, inode, socket_kind, options)?))
             }
             _ => Err(ObjectError::refused(
                 format!("socket {inode}"),

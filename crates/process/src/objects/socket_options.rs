@@ -1,5 +1,12 @@
 //! Socket options: one table of what is read at capture and set at restore, for all kinds.
 //!
+//! There are about sixty on a TCP socket and no call reads more than one, so reading all at each
+//! stop would cost more than everything else about a socket. They are read at the first two
+//! stops that see a socket, when programs set them, and from then on at every 32nd: a change on
+//! an old socket is on the spare 32 epochs later at most. A corked socket is read every time, as
+//! the cork comes and goes with each reply and must not stay by mistake. A capture that has to be
+//! exact, before a planned switchover, reads all.
+//!
 //! Only what differs from a new socket of the same kind travels. An option that this kernel does
 //! not know is left out of the table at the first look. Options that no getsockopt(2) shows
 //! (multicast memberships, TCP_MD5SIG keys, IPsec policies) cannot be in it: see LIMITS.md.
@@ -259,10 +266,35 @@ struct Known {
     rules: Vec<(&'static Rule, Value)>,
 }
 
-/// Reads options; remembers what a new socket's are.
+/// Stops at which a new socket's options are read.
+const FIRST_STOPS: u64 = 2;
+/// Of so many stops, options of an older socket are read at one.
+const STOPS_PER_READ: u64 = 32;
+
+/// Options of one socket as they were last read.
+struct Remembered {
+    options: Vec<SocketOption>,
+    connected: bool,
+    stops: u64,
+    seen: u64,
+}
+
+impl Remembered {
+    fn is_fresh(&self, inode: u64, connected: bool) -> bool {
+        let corked = option_value(&self.options, TCP, libc::TCP_CORK).is_some();
+        // Each socket has its own turn.
+        let due = (self.stops + inode).is_multiple_of(STOPS_PER_READ);
+        self.stops >= FIRST_STOPS && !due && !corked && self.connected == connected
+    }
+}
+
+/// Reads options; remembers what a new socket's are, and what each socket's were.
 #[derive(Default)]
 pub struct OptionReader {
     known: HashMap<SocketKind, Known>,
+    remembered: HashMap<u64, Remembered>,
+    epoch: u64,
+    exact: bool,
 }
 
 impl OptionReader {
@@ -278,9 +310,40 @@ impl OptionReader {
         }
     }
 
-    /// Options of the socket that differ from a new one's. `connected` leaves out those that
+    /// A new epoch begins. `exact`: all options are read in it. Sockets that were not seen in
+    /// the last one are forgotten.
+    pub fn begin_epoch(&mut self, exact: bool) {
+        let last = self.epoch;
+        self.remembered.retain(|_, remembered| remembered.seen == last);
+        self.epoch += 1;
+        self.exact = exact;
+    }
+
+    /// Options of socket `inode` that differ from a new one's. `connected` leaves out those that
     /// mean something else on a connection.
     pub fn capture(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        inode: u64,
+        kind: SocketKind,
+        connected: bool,
+    ) -> ObjectResult<Vec<SocketOption>> {
+        let (seen, exact) = (self.epoch, self.exact);
+        let mut stops = 0;
+        if let Some(remembered) = self.remembered.get_mut(&inode) {
+            (remembered.stops, remembered.seen) = (remembered.stops + 1, seen);
+            stops = remembered.stops;
+            if !exact && remembered.is_fresh(inode, connected) {
+                return Ok(remembered.options.clone());
+            }
+        }
+        let options = self.read_all(fd, kind, connected)?;
+        let remembered = Remembered { options: options.clone(), connected, stops, seen };
+        self.remembered.insert(inode, remembered);
+        Ok(options)
+    }
+
+    fn read_all(
         &mut self,
         fd: BorrowedFd<'_>,
         kind: SocketKind,

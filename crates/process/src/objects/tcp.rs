@@ -25,6 +25,7 @@
 //! knows) is found and reset by the watch in `hotspare_net::go_live`.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -86,14 +87,24 @@ struct Known {
     receive_base: u32,
     mss_clamp: u32,
     window_max: u32,
+    /// Timestamp − clock, and how many ticks of the clock a ms has.
+    timestamp: (u32, u32),
     /// Last epoch it was seen in.
     seen: u64,
 }
 
-/// Sequence numbers of the connections seen in the epochs before, by socket cookie.
+/// A connection that was seen before: what never changes.
+#[derive(Clone, Debug)]
+struct Connection {
+    known: Known,
+    local: SocketAddress,
+    remote: SocketAddress,
+}
+
+/// Sequence numbers of the connections seen in the epochs before, by inode number.
 #[derive(Default)]
 pub struct TcpCache {
-    known: HashMap<u64, Known>,
+    known: HashMap<u64, Connection>,
     epoch: u64,
 }
 
@@ -101,7 +112,7 @@ impl TcpCache {
     /// A new epoch begins: connections not seen in the last one are forgotten.
     pub fn begin_epoch(&mut self) {
         let last = self.epoch;
-        self.known.retain(|_, known| known.seen == last);
+        self.known.retain(|_, connection| connection.known.seen == last);
         self.epoch += 1;
     }
 
@@ -115,26 +126,34 @@ impl TcpCache {
         self.known.is_empty()
     }
 
-    fn learn(&mut self, fd: BorrowedFd<'_>) -> ObjectResult<Option<Known>> {
-        let cookie = socket::get_option_u64(fd, libc::SOL_SOCKET, libc::SO_COOKIE)?;
-        if let Some(known) = self.known.get_mut(&cookie) {
-            known.seen = self.epoch;
-            return Ok(Some(*known));
+    /// What is known of a connection, if need be by a visit; `None` if its peer never held still.
+    fn learn(&mut self, fd: BorrowedFd<'_>, inode: u64) -> ObjectResult<Option<&mut Connection>> {
+        let epoch = self.epoch;
+        match self.known.entry(inode) {
+            Entry::Occupied(entry) => {
+                let connection = entry.into_mut();
+                connection.known.seen = epoch;
+                Ok(Some(connection))
+            }
+            Entry::Vacant(entry) => {
+                refuse_upper_layer(fd)?;
+                let Ok(remote) = socket::peer_address(fd) else { return Ok(None) };
+                let Some(mut known) = visit(fd)? else { return Ok(None) };
+                known.seen = epoch;
+                let local = SocketAddress(socket::local_address(fd)?);
+                let remote = SocketAddress(remote);
+                Ok(Some(entry.insert(Connection { known, local, remote })))
+            }
         }
-        refuse_upper_layer(fd)?;
-        let Some(mut known) = visit(fd)? else { return Ok(None) };
-        known.seen = self.epoch;
-        self.known.insert(cookie, known);
-        Ok(Some(known))
     }
+}
 
-    fn widen(&mut self, fd: BorrowedFd<'_>, window: u32) -> ObjectResult<()> {
-        let cookie = socket::get_option_u64(fd, libc::SOL_SOCKET, libc::SO_COOKIE)?;
-        if let Some(known) = self.known.get_mut(&cookie) {
-            known.window_max = window;
-        }
-        Ok(())
-    }
+/// The clock that timestamps are made of (tcp_clock_ns), in ticks of which a ms has so many.
+fn ticks(per_ms: u32) -> ObjectResult<u32> {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)
+        .map_err(|errno| KernelError::from_errno("read clock", errno as i32))?;
+    let ns = now.tv_sec() as u64 * 1_000_000_000 + now.tv_nsec() as u64;
+    Ok((ns / (1_000_000 / u64::from(per_ms))) as u32)
 }
 
 /// Fetches sequence numbers in repair mode; `None` if the peer never held still.
@@ -157,11 +176,14 @@ fn visit(fd: BorrowedFd<'_>) -> ObjectResult<Option<Known>> {
             socket::set_option_i32(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)?;
             let send_unacknowledged = written?.wrapping_sub(queued);
             let acknowledged = after.bytes_acknowledged as u32;
+            let timestamp = tcp::timestamp(fd)?;
+            let per_ms = if timestamp & 1 == 1 { 1000 } else { 1 };
             return Ok(Some(Known {
                 send_base: send_unacknowledged.wrapping_sub(acknowledged),
                 receive_base: receive_next.wrapping_sub(after.bytes_received as u32),
                 mss_clamp,
                 window_max,
+                timestamp: (timestamp.wrapping_sub(ticks(per_ms)?), per_ms),
                 seen: 0,
             }));
         }
@@ -185,8 +207,6 @@ pub fn capture(
     options: &mut OptionReader,
 ) -> ObjectResult<TcpSocket> {
     let info = tcp::info(fd)?;
-    let local = SocketAddress(socket::local_address(fd)?);
-    let local = local.internet().filter(|address| address.port() != 0).map(|_| local);
     let state = match info.state {
         state::LISTEN => TcpState::Listening { backlog: info.backlog as i32 },
         state::CLOSE => closed(fd)?,
@@ -197,13 +217,23 @@ pub fn capture(
         | state::FIN_WAIT2
         | state::CLOSE_WAIT
         | state::LAST_ACK
-        | state::CLOSING => connection(fd, cache)?,
+        | state::CLOSING => connection(fd, inode, info, cache)?,
         other => return Err(KernelError::Unexpected(format!("TCP state {other}")).into()),
     };
     let connected = matches!(state, TcpState::Connected(_) | TcpState::Lost { .. });
+    let local = match cache.known.get(&inode) {
+        Some(connection) if connected => Some(connection.local.clone()),
+        _ => bound_address(fd)?,
+    };
     let kind = SocketKind { domain: family, kind: libc::SOCK_STREAM, protocol: libc::IPPROTO_TCP };
-    let options = options.capture(fd, kind, connected)?;
+    let options = options.capture(fd, inode, kind, connected)?;
     Ok(TcpSocket { inode, family, local, state, options })
+}
+
+fn bound_address(fd: BorrowedFd<'_>) -> ObjectResult<Option<SocketAddress>> {
+    let local = SocketAddress(socket::local_address(fd)?);
+    let bound = local.internet().is_some_and(|address| address.port() != 0);
+    Ok(bound.then_some(local))
 }
 
 /// A new socket can still connect; one that was connected reads as ended.
@@ -217,29 +247,30 @@ fn lost(fd: BorrowedFd<'_>, reason: &str) -> TcpState {
     TcpState::Lost { reason: reason.to_owned(), remote }
 }
 
-fn connection(fd: BorrowedFd<'_>, cache: &mut TcpCache) -> ObjectResult<TcpState> {
-    let remote = match socket::peer_address(fd) {
-        Ok(bytes) => SocketAddress(bytes),
-        Err(_) => return Ok(lost(fd, "it ended during the capture")),
-    };
-    let Some(known) = cache.learn(fd)? else {
+fn connection(
+    fd: BorrowedFd<'_>,
+    inode: u64,
+    mut info: TcpInfo,
+    cache: &mut TcpCache,
+) -> ObjectResult<TcpState> {
+    let Some(connection) = cache.learn(fd, inode)? else {
         return Ok(lost(fd, "its peer sent without a pause"));
     };
     for _ in 0..ATTEMPTS_MAX {
-        let info = tcp::info(fd)?;
         let Some(queues) = queues(fd, &info)? else {
             return Ok(lost(fd, "more bytes were queued than a checkpoint takes"));
         };
-        if !queues.unstable || counters(&info) == counters(&tcp::info(fd)?) {
-            if info.state == state::CLOSE {
-                break;
-            }
-            if info.send_window > known.window_max {
-                cache.widen(fd, info.send_window)?;
-            }
-            let connection = describe(fd, remote, &known, &info, queues)?;
-            return Ok(TcpState::Connected(Box::new(connection)));
+        let again = if queues.unstable { tcp::info(fd)? } else { info };
+        if again.state == state::CLOSE {
+            return Ok(lost(fd, "it ended during the capture"));
         }
+        if counters(&info) == counters(&again) {
+            let known = &mut connection.known;
+            known.window_max = known.window_max.max(info.send_window);
+            let described = describe(connection, &info, queues)?;
+            return Ok(TcpState::Connected(Box::new(described)));
+        }
+        info = again;
     }
     Ok(lost(fd, "its peer was active during the whole capture"))
 }
@@ -276,19 +307,23 @@ fn peek_outgoing(fd: BorrowedFd<'_>, length: usize) -> ObjectResult<Vec<u8>> {
 }
 
 fn describe(
-    fd: BorrowedFd<'_>,
-    remote: SocketAddress,
-    known: &Known,
+    connection: &Connection,
     info: &TcpInfo,
     queues: Queues,
 ) -> ObjectResult<TcpConnection> {
+    let Connection { known, remote, .. } = connection;
     let has = |bit| info.options & bit != 0;
     let receive_next = known.receive_base.wrapping_add(info.bytes_received as u32);
     let mut sent = queues.outgoing;
     let unsent = sent.split_off(sent.len().saturating_sub(info.unsent_bytes as usize));
-    let timestamp = has(tcp::OPTION_TIMESTAMPS).then(|| tcp::timestamp(fd)).transpose()?;
+    let (offset, per_ms) = known.timestamp;
+    let timestamp = match has(tcp::OPTION_TIMESTAMPS) {
+        // The lowest bit is the unit.
+        true => Some(ticks(per_ms)?.wrapping_add(offset) & !1 | u32::from(per_ms != 1)),
+        false => None,
+    };
     Ok(TcpConnection {
-        remote,
+        remote: remote.clone(),
         kernel_state: info.state,
         send_unacknowledged: known.send_base.wrapping_add(info.bytes_acknowledged as u32),
         sent,

@@ -31,7 +31,7 @@ pub fn capture(
     let bound = local.internet().is_some_and(|address| address.port() != 0);
     let remote = socket::peer_address(fd).ok().map(SocketAddress);
     let kind = SocketKind { domain: family, kind: libc::SOCK_DGRAM, protocol: libc::IPPROTO_UDP };
-    let options = options.capture(fd, kind, remote.is_some())?;
+    let options = options.capture(fd, inode, kind, remote.is_some())?;
     let queue = queue(fd)?;
     Ok(UdpSocket { inode, family, local: bound.then_some(local), remote, queue, options })
 }

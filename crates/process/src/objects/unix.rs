@@ -71,8 +71,7 @@ pub fn capture(
             &foreign
         }
     };
-    let name = socket::local_address(fd)?;
-    let address = (name.len() > FAMILY_BYTES).then_some(SocketAddress(name));
+    let address = address_of(entry);
     let path = address.as_ref().and_then(|address| path_of(address, entry, guest));
     let listening = entry.state == STATE_LISTENING;
     let remote = remote(fd, entry, all)?;
@@ -92,23 +91,31 @@ pub fn capture(
         peer: entry.peer.filter(|peer| all.contains_key(peer)),
         queue,
         shutdown: entry.shutdown,
-        options: options.capture(fd, kind, !listening)?,
+        options: options.capture(fd, inode, kind, !listening)?,
         connected: !listening && is_connected(fd, entry),
         remote,
     })
 }
 
+/// Its name with the family in front, as bind(2) takes it.
+fn address_of(entry: &UnixEntry) -> Option<SocketAddress> {
+    let family = (libc::AF_UNIX as u16).to_ne_bytes();
+    let named = !entry.name.is_empty();
+    named.then(|| SocketAddress([&family[..], &entry.name].concat()))
+}
+
 /// A socket in the network namespace of the process that called it: a client outside of the guest
 /// called one of its listeners. To the guest that client is gone after a failover.
 fn accepted_from_outside(fd: BorrowedFd<'_>, inode: u64) -> ObjectResult<UnixEntry> {
-    let named = socket::local_address(fd)?.len() > FAMILY_BYTES;
+    let name = socket::local_address(fd)?.split_off(FAMILY_BYTES);
     let kind = socket::get_option_i32(fd, libc::SOL_SOCKET, libc::SO_TYPE)?;
-    if !named || kind == libc::SOCK_DGRAM || socket::peer_address(fd).is_err() {
+    if name.is_empty() || kind == libc::SOCK_DGRAM || socket::peer_address(fd).is_err() {
         let reason = "it belongs to another network namespace; do not hand it to the guest";
         return Err(ObjectError::refused(format!("UNIX socket {inode}"), reason));
     }
     let receive_queue = socket::unread_bytes(fd)? as u32;
-    Ok(UnixEntry { inode, kind, state: STATE_CONNECTED, receive_queue, ..UnixEntry::default() })
+    let state = STATE_CONNECTED;
+    Ok(UnixEntry { inode, kind, state, name, receive_queue, ..UnixEntry::default() })
 }
 
 /// A datagram socket counts as connected in sock_diag(7) when somebody connected to *it*.
@@ -182,6 +189,9 @@ fn remote(
     all: &HashMap<u64, UnixEntry>,
 ) -> ObjectResult<Option<SocketAddress>> {
     let Some(peer) = entry.peer else { return Ok(None) };
+    if entry.kind != libc::SOCK_DGRAM && all.contains_key(&peer) {
+        return Ok(None);
+    }
     let what = || format!("UNIX socket {}", entry.inode);
     let remote = socket::peer_address(fd).unwrap_or_default();
     let remote = Some(SocketAddress(remote)).filter(|address| address.0.len() > FAMILY_BYTES);

@@ -3,7 +3,7 @@
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::process::Command;
 use std::time::Duration;
 
@@ -53,7 +53,8 @@ impl Stage {
 
     pub fn capture(&self, socket: &impl AsFd, cache: &mut TcpCache) -> TcpSocket {
         let mut options = OptionReader::default();
-        tcp::capture(socket.as_fd(), self.family(), 1, cache, &mut options).expect("capture")
+        let inode = socket.as_fd().as_raw_fd() as u64;
+        tcp::capture(socket.as_fd(), self.family(), inode, cache, &mut options).expect("capture")
     }
 
     pub fn capture_all<T: AsFd>(&self, sockets: &[T]) -> Vec<TcpSocket> {
