@@ -108,6 +108,12 @@ fn queue_checkpoints(sender: &Sender, dice: &mut Dice) -> Result<(), crate::Brok
         }
         let run = PageRun { first: dice.below(64) as u64 * PAGE as u64, pages: 9 };
         sender.zero_runs(PageOwner::Shared(SharedId(dice.roll())), Arc::new(vec![run]))?;
+        let run = PageRun { first: dice.below(16) as u64 * PAGE as u64, pages: 3 };
+        let owner = PageOwner::Mm(MmId(dice.below(2) as u32));
+        sender.discard_runs(owner, Arc::new(vec![run]))?;
+        for _ in 0..dice.below(3) {
+            sender.pages(Arc::new(batch(dice)))?;
+        }
         if dice.below(5) == 0 {
             sender.abort(position)?;
             continue;
@@ -164,6 +170,7 @@ pub fn receive(bytes: &[u8]) -> (Vec<u64>, Option<FrameError>) {
                     add(format!("{owner:?} {address}").as_bytes());
                     match content {
                         Content::Zero(pages) => add(&pages.to_le_bytes()),
+                        Content::Discard(pages) => add(format!("discard {pages}").as_bytes()),
                         Content::Bytes(bytes) => add(bytes),
                     }
                     Ok::<(), io::Error>(())

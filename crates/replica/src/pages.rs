@@ -21,6 +21,7 @@ const OWNER_MM: u8 = 0;
 const OWNER_SHARED: u8 = 1;
 const RUN_DESCRIBED: u32 = 0;
 const RUN_ZERO: u32 = 1;
+const RUN_DISCARD: u32 = 2;
 
 /// How one page is encoded; the upper three bits of its descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +52,31 @@ impl Encoding {
         [Encoding::Raw, Encoding::Zero, Encoding::Lz4, Encoding::XorLz4]
             .into_iter()
             .find(|encoding| encoding.number() == number)
+    }
+}
+
+/// What a run says of its pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RunKind {
+    /// Each has a descriptor and a body.
+    Described,
+    Zero,
+    Discard,
+}
+
+impl RunKind {
+    const fn number(self) -> u32 {
+        match self {
+            RunKind::Described => RUN_DESCRIBED,
+            RunKind::Zero => RUN_ZERO,
+            RunKind::Discard => RUN_DISCARD,
+        }
+    }
+
+    fn from_number(number: u32) -> Option<RunKind> {
+        [RunKind::Described, RunKind::Zero, RunKind::Discard]
+            .into_iter()
+            .find(|kind| kind.number() == number)
     }
 }
 
@@ -129,7 +155,7 @@ impl PageEncoder {
     ) -> EncodeCounts {
         let pages: usize = runs.iter().map(|run| run.pages as usize).sum();
         assert!(pages <= PAGES_PER_FRAME_MAX && pages * PAGE == bytes.len(), "{pages} pages");
-        put_head(owner, runs, RUN_DESCRIBED, payload);
+        put_head(owner, runs, RunKind::Described, payload);
         let mut counts = EncodeCounts::default();
         let mut addresses = addresses(runs);
         let mut trial = Trial::default();
@@ -230,10 +256,20 @@ impl EncodeCounts {
 /// If there are more than [`RUNS_PER_FRAME_MAX`] runs.
 pub fn encode_zero_runs(owner: PageOwner, runs: &[PageRun], payload: &mut Vec<u8>) {
     assert!(runs.len() <= RUNS_PER_FRAME_MAX, "{} runs", runs.len());
-    put_head(owner, runs, RUN_ZERO, payload);
+    put_head(owner, runs, RunKind::Zero, payload);
 }
 
-fn put_head(owner: PageOwner, runs: &[PageRun], run_kind: u32, payload: &mut Vec<u8>) {
+/// Appends the payload of a Pages frame that says of whole runs that they are discarded, see
+/// [`Content::Discard`].
+///
+/// # Panics
+/// If there are more than [`RUNS_PER_FRAME_MAX`] runs.
+pub fn encode_discard_runs(owner: PageOwner, runs: &[PageRun], payload: &mut Vec<u8>) {
+    assert!(runs.len() <= RUNS_PER_FRAME_MAX, "{} runs", runs.len());
+    put_head(owner, runs, RunKind::Discard, payload);
+}
+
+fn put_head(owner: PageOwner, runs: &[PageRun], run_kind: RunKind, payload: &mut Vec<u8>) {
     let (kind, id) = match owner {
         PageOwner::Mm(MmId(id)) => (OWNER_MM, u64::from(id)),
         PageOwner::Shared(SharedId(id)) => (OWNER_SHARED, id),
@@ -244,7 +280,7 @@ fn put_head(owner: PageOwner, runs: &[PageRun], run_kind: u32, payload: &mut Vec
     for run in runs {
         payload.extend_from_slice(&run.first.to_le_bytes());
         payload.extend_from_slice(&run.pages.to_le_bytes());
-        payload.extend_from_slice(&run_kind.to_le_bytes());
+        payload.extend_from_slice(&run_kind.number().to_le_bytes());
     }
 }
 
@@ -284,6 +320,9 @@ fn check(page: &[u8]) -> [u8; 4] {
 pub enum Content<'a> {
     /// This many zero pages.
     Zero(u32),
+    /// This many pages have nothing of their own any more (`MADV_DONTNEED`, or mapped anew): back to
+    /// zero, or to the file's content in a private file mapping.
+    Discard(u32),
     /// Whole pages, one after another.
     Bytes(&'a [u8]),
 }
@@ -315,9 +354,15 @@ impl PageDecoder {
         let described = described_pages(Bytes(runs.0))?;
         let mut table = Bytes(bytes.take(described * 2)?);
         for _ in 0..run_count {
-            let (run, zero) = read_run(&mut runs)?;
-            if zero {
-                sink(owner, run.first, Content::Zero(run.pages))?;
+            let (run, kind) = read_run(&mut runs)?;
+            let whole = match kind {
+                RunKind::Described => None,
+                RunKind::Zero => Some(Content::Zero(run.pages)),
+                RunKind::Discard => Some(Content::Discard(run.pages)),
+            };
+            if let Some(content) = whole {
+                // Bases stay: they are what was last sent, whatever became of it.
+                sink(owner, run.first, content)?;
                 continue;
             }
             for page in 0..u64::from(run.pages) {
@@ -396,25 +441,24 @@ fn read_head(bytes: &mut Bytes<'_>) -> Result<(PageOwner, usize), FrameError> {
     Ok((owner, runs))
 }
 
-fn read_run(bytes: &mut Bytes<'_>) -> Result<(PageRun, bool), FrameError> {
+fn read_run(bytes: &mut Bytes<'_>) -> Result<(PageRun, RunKind), FrameError> {
     let run = PageRun { first: bytes.u64()?, pages: bytes.u32()? };
-    let zero = match bytes.u32()? {
-        RUN_DESCRIBED => false,
-        RUN_ZERO => true,
-        _ => return Err(malformed("kind of run")),
-    };
+    let kind = RunKind::from_number(bytes.u32()?).ok_or(malformed("kind of run"))?;
     let end = run.first.checked_add(u64::from(run.pages) * PAGE as u64);
     if run.pages == 0 || !run.first.is_multiple_of(PAGE as u64) || end.is_none() {
         return Err(malformed("run of pages"));
     }
-    Ok((run, zero))
+    Ok((run, kind))
 }
 
 fn described_pages(mut runs: Bytes<'_>) -> Result<usize, FrameError> {
     let mut pages = 0usize;
     while !runs.0.is_empty() {
-        let (run, zero) = read_run(&mut runs)?;
-        pages = pages.saturating_add(if zero { 0 } else { run.pages as usize });
+        let (run, kind) = read_run(&mut runs)?;
+        pages = pages.saturating_add(match kind {
+            RunKind::Described => run.pages as usize,
+            RunKind::Zero | RunKind::Discard => 0,
+        });
     }
     if pages > PAGES_PER_FRAME_MAX { Err(malformed("too many pages")) } else { Ok(pages) }
 }
@@ -465,6 +509,7 @@ mod tests {
                 match content {
                     Content::Zero(count) => pages.push((address, vec![0; count as usize * PAGE])),
                     Content::Bytes(bytes) => pages.push((address, bytes.to_vec())),
+                    Content::Discard(_) => panic!("nobody discarded {address:#x}"),
                 }
                 Ok(())
             })
@@ -512,6 +557,49 @@ mod tests {
         };
         decoder.decode(&payload, false, sink).unwrap();
         assert_eq!(seen, [(0x10_0000, true)]);
+    }
+
+    #[test]
+    fn a_discard_is_not_taken_for_zero_pages() {
+        let run = PageRun { first: 0x10_0000, pages: 1 << 20 };
+        let mut payload = Vec::new();
+        encode_discard_runs(OWNER, &[run], &mut payload);
+        assert_eq!(payload.len(), 32);
+        let mut seen = 0;
+        let sink = |owner: PageOwner, address: u64, content: Content<'_>| {
+            assert_eq!((owner, address, content), (OWNER, run.first, Content::Discard(1 << 20)));
+            seen += 1;
+            Ok(())
+        };
+        PageDecoder::default().decode(&payload, false, sink).unwrap();
+        assert_eq!(seen, 1);
+    }
+
+    #[test]
+    fn a_page_sent_again_after_a_discard_comes_back_as_it_is() {
+        let (mut encoder, mut decoder) = (PageEncoder::default(), PageDecoder::default());
+        let run = [PageRun { first: 0x1000, pages: 1 }];
+        let mut page = noise(5);
+        for round in 0..3 {
+            page[9] = round;
+            let mut payload = Vec::new();
+            let counts = encoder.encode(OWNER, &run, &page, Effort::Squeeze, &mut payload);
+            assert_eq!(counts.xor, u64::from(round > 0));
+            let pages = decoded(&mut decoder, &payload, true);
+            assert!(pages == [(0x1000, page.clone())]);
+            payload.clear();
+            encode_discard_runs(OWNER, &run, &mut payload);
+            decoder.decode(&payload, false, |_, _, _| Ok(())).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_run_of_an_unknown_kind_is_refused() {
+        let mut payload = Vec::new();
+        encode_discard_runs(OWNER, &[PageRun { first: 0x1000, pages: 1 }], &mut payload);
+        payload[28] = 3;
+        let error = PageDecoder::default().decode(&payload, false, |_, _, _| Ok(())).unwrap_err();
+        assert!(error.to_string().contains("kind of run"), "{error}");
     }
 
     #[test]

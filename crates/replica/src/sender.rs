@@ -15,7 +15,7 @@ use crate::message::{
 };
 use crate::pages::{
     Effort, EncodeCounts, PAGES_PER_FRAME_MAX, PageEncoder, PageRun, RUNS_PER_FRAME_MAX,
-    encode_zero_runs,
+    encode_discard_runs, encode_zero_runs,
 };
 use crate::staging::chain;
 
@@ -73,6 +73,7 @@ enum Job {
     Begin(CheckpointBegin),
     Pages(Arc<PageBatch>),
     ZeroRuns(PageOwner, Arc<Vec<PageRun>>),
+    DiscardRuns(PageOwner, Arc<Vec<PageRun>>),
     Bytes(Kind, Arc<Vec<u8>>),
     End(Position),
     Small(Kind, Vec<u8>),
@@ -83,7 +84,7 @@ impl Job {
     fn cost(&self) -> usize {
         64 + match self {
             Job::Pages(batch) => batch.bytes.len() + batch.runs.len() * 16,
-            Job::ZeroRuns(_, runs) => runs.len() * 16,
+            Job::ZeroRuns(_, runs) | Job::DiscardRuns(_, runs) => runs.len() * 16,
             Job::Bytes(_, bytes) => bytes.len(),
             Job::Small(_, bytes) => bytes.len(),
             Job::Begin(_) | Job::End(_) | Job::Close => 0,
@@ -136,7 +137,7 @@ pub struct SendStats {
     pub wire_bytes: u64,
     /// Bytes of pages before encoding.
     pub page_bytes: u64,
-    /// How the pages were encoded; zero runs are not counted.
+    /// How the pages were encoded; zero and discard runs are not counted.
     pub pages: EncodeCounts,
     /// Time spent encoding.
     pub encode_time: Duration,
@@ -199,6 +200,12 @@ impl Sender {
     /// Says that pages are zero, without looking at them.
     pub fn zero_runs(&self, owner: PageOwner, runs: Arc<Vec<PageRun>>) -> Result<(), Broken> {
         self.push(Job::ZeroRuns(owner, runs))
+    }
+
+    /// Says that pages have nothing of their own any more: of what was sent of them before, nothing
+    /// counts; what is sent after it does.
+    pub fn discard_runs(&self, owner: PageOwner, runs: Arc<Vec<PageRun>>) -> Result<(), Broken> {
+        self.push(Job::DiscardRuns(owner, runs))
     }
 
     /// Sends (a piece of) the checkpoint's state.
@@ -421,14 +428,8 @@ impl<W: Write> Writer<W> {
                 self.write()
             }
             Job::Pages(batch) => self.pages(&batch),
-            Job::ZeroRuns(owner, runs) => {
-                for runs in runs.chunks(RUNS_PER_FRAME_MAX) {
-                    self.buffer.clear();
-                    encode_zero_runs(owner, runs, self.buffer.payload());
-                    self.send_part(Kind::Pages, 0)?;
-                }
-                Ok(())
-            }
+            Job::ZeroRuns(owner, runs) => self.whole_runs(owner, &runs, encode_zero_runs),
+            Job::DiscardRuns(owner, runs) => self.whole_runs(owner, &runs, encode_discard_runs),
             Job::Bytes(kind @ (Kind::State | Kind::FileChanges), bytes) => {
                 for piece in bytes.chunks(PAYLOAD_BYTES_MAX) {
                     self.buffer.clear();
@@ -446,6 +447,20 @@ impl<W: Write> Writer<W> {
             Job::Small(kind, bytes) => self.send_small(kind, &bytes),
             Job::Close => self.stream.flush(),
         }
+    }
+
+    fn whole_runs(
+        &mut self,
+        owner: PageOwner,
+        runs: &[PageRun],
+        encode: fn(PageOwner, &[PageRun], &mut Vec<u8>),
+    ) -> io::Result<()> {
+        for runs in runs.chunks(RUNS_PER_FRAME_MAX) {
+            self.buffer.clear();
+            encode(owner, runs, self.buffer.payload());
+            self.send_part(Kind::Pages, 0)?;
+        }
+        Ok(())
     }
 
     fn send_small(&mut self, kind: Kind, bytes: &[u8]) -> io::Result<()> {

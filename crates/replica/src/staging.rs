@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::bases::PAGE;
 use crate::frame::{Frame, FrameError, Kind};
 use crate::message::{CheckpointBegin, CheckpointEnd};
-use crate::pages::{Content, PageDecoder};
+use crate::pages::{Content, PageDecoder, RunKind};
 
 /// Most bytes of a checkpoint's state; page bytes and file changes are apart from it.
 pub const STATE_BYTES_MAX: usize = 256 << 20;
@@ -107,7 +107,7 @@ struct StagedRun {
     owner: PageOwner,
     first: u64,
     pages: u32,
-    zero: bool,
+    kind: RunKind,
 }
 
 /// A checkpoint that has begun and not ended.
@@ -197,21 +197,22 @@ fn put_pages(
     address: u64,
     content: Content<'_>,
 ) -> Result<(), FrameError> {
-    let (pages, zero) = match content {
-        Content::Zero(pages) => (pages, true),
+    let (pages, kind) = match content {
+        Content::Zero(pages) => (pages, RunKind::Zero),
+        Content::Discard(pages) => (pages, RunKind::Discard),
         Content::Bytes(bytes) => {
             pile.push(bytes).map_err(FrameError::Staging)?;
-            ((bytes.len() / PAGE) as u32, false)
+            ((bytes.len() / PAGE) as u32, RunKind::Described)
         }
     };
     if let Some(last) = runs.last_mut()
-        && (last.owner, last.zero) == (owner, zero)
+        && (last.owner, last.kind) == (owner, kind)
         && last.first + u64::from(last.pages) * PAGE as u64 == address
         && let Some(sum) = last.pages.checked_add(pages)
     {
         last.pages = sum;
     } else {
-        runs.push(StagedRun { owner, first: address, pages, zero });
+        runs.push(StagedRun { owner, first: address, pages, kind });
     }
     Ok(())
 }
@@ -254,7 +255,7 @@ impl StagedCheckpoint {
         &self.state
     }
 
-    /// Bytes of pages that are not zero.
+    /// Bytes of pages that are neither zero nor discarded.
     #[must_use]
     pub fn page_bytes(&self) -> u64 {
         self.page_bytes
@@ -272,7 +273,7 @@ impl StagedCheckpoint {
     }
 
     /// Hands out the pages in the order they were sent: where an address occurs twice, the later
-    /// one counts. Can be done once; pieces are at most 1 MiB or, if zero, whole runs.
+    /// one counts. Can be done once; pieces are at most 1 MiB or, if zero or discarded, whole runs.
     ///
     /// `write` gets the owner, the address (offset) of the first page and the content.
     pub fn for_each_run<E: From<io::Error>>(
@@ -282,8 +283,13 @@ impl StagedCheckpoint {
         const PIECE: u64 = 1 << 20;
         let mut buffer = Vec::new();
         for run in std::mem::take(&mut self.runs) {
-            if run.zero {
-                write(run.owner, run.first, Content::Zero(run.pages))?;
+            let whole = match run.kind {
+                RunKind::Described => None,
+                RunKind::Zero => Some(Content::Zero(run.pages)),
+                RunKind::Discard => Some(Content::Discard(run.pages)),
+            };
+            if let Some(content) = whole {
+                write(run.owner, run.first, content)?;
                 continue;
             }
             let (mut address, mut rest) = (run.first, u64::from(run.pages) * PAGE as u64);

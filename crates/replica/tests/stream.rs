@@ -13,6 +13,7 @@ use hotspare_image::memory::{MmId, PageOwner};
 use hotspare_image::{Epoch, NodeId, Position, Term};
 use hotspare_replica::bases::PAGE;
 use hotspare_replica::frame::FrameError;
+use hotspare_replica::fuzz::bytes_of;
 use hotspare_replica::message::{Refuse, RefuseCode};
 use hotspare_replica::{
     Channel, ChannelError, Compression, Content, Goodbye, GoodbyeCode, Greeting, GreetingError,
@@ -89,6 +90,7 @@ fn checkpoints_cross(primary: Channel, spare: Channel, pages: usize, compression
                 match content {
                     Content::Zero(pages) => got.resize(got.len() + pages as usize * PAGE, 0),
                     Content::Bytes(bytes) => got.extend_from_slice(bytes),
+                    Content::Discard(_) => panic!("nobody discarded {address:#x}"),
                 }
                 Ok::<(), std::io::Error>(())
             };
@@ -102,6 +104,45 @@ fn checkpoints_cross(primary: Channel, spare: Channel, pages: usize, compression
         let Incoming::Goodbye(goodbye) = receiver.next().unwrap() else { panic!() };
         assert_eq!(goodbye.code, GoodbyeCode::Stopped);
     });
+}
+
+#[test]
+fn runs_of_a_checkpoint_keep_the_order_they_were_sent_in() {
+    let owner = PageOwner::Mm(MmId(1));
+    let run = |first, pages| Arc::new(vec![PageRun { first, pages }]);
+    let bytes = bytes_of(Compression::Always, |sender| {
+        sender.begin(at(1), Term(1), true).unwrap();
+        sender.pages(batch(0x1000, vec![1; PAGE])).unwrap();
+        sender.discard_runs(owner, run(0x1000, 1)).unwrap();
+        sender.discard_runs(owner, run(0x2000, 2)).unwrap();
+        sender.zero_runs(owner, run(0x4000, 1)).unwrap();
+        sender.discard_runs(owner, run(0x5000, 1)).unwrap();
+        sender.pages(batch(0x1000, vec![2; PAGE])).unwrap();
+        sender.discard_runs(owner, run(0x1000, 1)).unwrap();
+        sender.end(at(1)).unwrap();
+    });
+    let mut receiver = Receiver::new(bytes.as_slice(), StagingLimits::default());
+    let Incoming::Checkpoint(mut checkpoint) = receiver.next().unwrap() else { panic!() };
+    let mut seen = Vec::new();
+    let collect = |_, address, content: Content<'_>| {
+        seen.push(match content {
+            Content::Bytes(bytes) => (address, "bytes", u32::from(bytes[0])),
+            Content::Zero(pages) => (address, "zero", pages),
+            Content::Discard(pages) => (address, "discard", pages),
+        });
+        Ok::<(), std::io::Error>(())
+    };
+    checkpoint.for_each_run(collect).unwrap();
+    let expected = [
+        (0x1000, "bytes", 1),
+        // Neighbours of one kind are one run, neighbours of two kinds are not.
+        (0x1000, "discard", 3),
+        (0x4000, "zero", 1),
+        (0x5000, "discard", 1),
+        (0x1000, "bytes", 2),
+        (0x1000, "discard", 1),
+    ];
+    assert_eq!(seen, expected);
 }
 
 fn identities(names: &[&str]) -> (tempfile::TempDir, Vec<Security>) {
