@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
-use hotspare_torture::bench::{PauseBench, PauseResult, Spread, pause};
+use hotspare_torture::bench::{PauseBench, PauseResult, Spread, failover, pause};
 
 use crate::tree;
 
@@ -17,6 +17,8 @@ const PARTS: [&str; 6] =
 pub enum Bench {
     /// How long checkpoints stop a Redis, over its size and load
     Pause(PauseArguments),
+    /// How long a takeover takes, part by part, over the size of a Redis
+    Failover(FailoverArguments),
 }
 
 #[derive(Debug, Args)]
@@ -42,6 +44,7 @@ pub struct PauseArguments {
 pub fn bench(bench: &Bench) -> Result<()> {
     match bench {
         Bench::Pause(arguments) => pauses(arguments),
+        Bench::Failover(arguments) => failovers(arguments),
     }
 }
 
@@ -52,6 +55,7 @@ fn pauses(arguments: &PauseArguments) -> Result<()> {
          are medians.\nThroughput: closed loop on 8 connections, unprotected and protected.\n",
         arguments.epoch_ms
     );
+    println!("RSS: most resident memory of `hotspare run` / `spare`, guest and ghost aside.\n");
     println!("{}", header());
     for keys in &arguments.keys {
         for writes in [0.1, 0.5] {
@@ -65,12 +69,56 @@ fn pauses(arguments: &PauseArguments) -> Result<()> {
     Ok(())
 }
 
+#[derive(Debug, Args)]
+pub struct FailoverArguments {
+    /// Numbers of keys
+    #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000,1000000,10000000")]
+    keys: Vec<u64>,
+    /// Kills of each
+    #[arg(long, default_value_t = 20)]
+    count: usize,
+    /// Milliseconds between two checkpoints
+    #[arg(long, default_value_t = 100)]
+    epoch_ms: u64,
+    /// Requests a second, a tenth of them writes
+    #[arg(long, default_value_t = 5000.0)]
+    rate: f64,
+}
+
+fn failovers(arguments: &FailoverArguments) -> Result<()> {
+    let hotspare = tree::build_hotspare()?;
+    println!("Takeovers of Redis, values of 72 bytes; ms: p50 / p99 / max\n");
+    println!("{:>9} {:>6} {:>24} {:>24} {:>24}", "keys", "kills", "detect", "finalise", "address");
+    for keys in &arguments.keys {
+        let bench = PauseBench {
+            hotspare: Some(hotspare.clone()),
+            more: vec![],
+            keys: *keys,
+            writes: 0.1,
+            rate_per_s: Some(arguments.rate),
+            epoch: Duration::from_millis(arguments.epoch_ms),
+            length: Duration::from_secs(1),
+        };
+        let kills = (0..arguments.count).map(|_| Ok(failover(&bench)?));
+        let kills = kills.collect::<Result<Vec<_>>>()?;
+        let spread = |values: Vec<f64>| {
+            let Spread { p50, p99, max, .. } = Spread::of(values);
+            format!("{p50:.1} / {p99:.1} / {max:.1}")
+        };
+        let detect = spread(kills.iter().map(|kill| kill.detect_ms).collect());
+        let finalise = spread(kills.iter().map(|kill| kill.finalise_ms).collect());
+        let address = spread(kills.iter().map(|kill| kill.address_ms).collect());
+        println!("{keys:>9} {:>6} {detect:>24} {finalise:>24} {address:>24}", kills.len());
+    }
+    Ok(())
+}
+
 fn header() -> String {
     let parts: String =
         PARTS.iter().map(|part| format!(" {:>9}", part.trim_end_matches("_us"))).collect();
     format!(
-        "{:<14} {:>9} {:>6} {:>24}{parts} {:>11} {:>9} {:>9} {:>6}",
-        "mode", "keys", "writes", "pause", "bytes/epoch", "plain/s", "under/s", "loss"
+        "{:<14} {:>9} {:>6} {:>24}{parts} {:>11} {:>9} {:>9} {:>6} {:>11}",
+        "mode", "keys", "writes", "pause", "bytes/epoch", "plain/s", "under/s", "loss", "RSS MB"
     )
 }
 
@@ -102,11 +150,12 @@ fn line(
     let parts: String = PARTS.iter().map(|part| format!(" {:>9.0}", spread(part).p50)).collect();
     println!(
         "{name:<14} {keys:>9} {:>5.0}% {:>24}{parts} {:>11.0} {unprotected:>9.0} {protected:>9.0} \
-         {:>5.1}%",
+         {:>5.1}% {:>11}",
         writes * 100.0,
         format!("{p50:.0} / {p99:.0} / {max:.0}"),
         spread("bytes").p50,
-        (1.0 - protected / unprotected) * 100.0
+        (1.0 - protected / unprotected) * 100.0,
+        format!("{:.0} / {:.0}", steady.primary_rss_mb, steady.spare_rss_mb)
     );
     Ok(())
 }

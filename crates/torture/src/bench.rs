@@ -11,7 +11,7 @@ use crate::clients::{ClientError, Connection, LaneRecord, Load, Outcome, Pace, P
 use crate::clock::{Instant, millis};
 use crate::dice::Dice;
 use crate::lab::{LabError, Process, SERVICE_CIDR, SERVICE_V4};
-use crate::protected::{Engine, HANG, wait_for_service};
+use crate::protected::{Engine, Failover, HANG, wait_for_service};
 
 const PORT: u16 = 6379;
 const VALUE_BYTES: usize = 72;
@@ -71,13 +71,23 @@ pub struct PauseResult {
     pub replies_per_s: f64,
     /// Latency of replies in ms, from when they were due.
     pub latency_ms: Spread,
+    /// Most resident memory of `hotspare run` so far, the guest aside.
+    pub primary_rss_mb: f64,
+    /// Most resident memory of `hotspare spare` so far, the ghost aside.
+    pub spare_rss_mb: f64,
 }
 
-/// Runs one measurement in a lab of its own.
-pub fn pause(bench: &PauseBench) -> Result<PauseResult, LabError> {
+/// A filled Redis, protected if it is to be.
+struct Bed {
+    spare: Option<Process>,
+    primary: Process,
+    lab: Lab,
+}
+
+fn make_bed(bench: &PauseBench) -> Result<Bed, LabError> {
     let lab = Lab::new(2)?;
     let service_cidr = Some(SERVICE_CIDR.to_owned());
-    let (_spare, primary) = match &bench.hotspare {
+    let (spare, primary) = match &bench.hotspare {
         Some(binary) => {
             let (binary, epoch) = (binary.clone(), bench.epoch);
             let engine = Engine {
@@ -102,6 +112,10 @@ pub fn pause(bench: &PauseBench) -> Result<PauseResult, LabError> {
     if bench.hotspare.is_some() {
         epoch_after(&primary, whole)?;
     }
+    Ok(Bed { spare, primary, lab })
+}
+
+fn start_load(bench: &PauseBench, lab: &Lab) -> Load<Mix> {
     let pace = Pace {
         rate_per_s: bench.rate_per_s.unwrap_or(1e9),
         lanes: 8,
@@ -109,11 +123,38 @@ pub fn pause(bench: &PauseBench) -> Result<PauseResult, LabError> {
         ..Pace::default()
     };
     let sessions = (0..pace.lanes as u64).map(|lane| Mix::new(bench, lane)).collect();
-    let load = Load::start(lab.client(), (SERVICE_V4, PORT).into(), pace, sessions, HANG);
+    Load::start(lab.client(), (SERVICE_V4, PORT).into(), pace, sessions, HANG)
+}
+
+/// Measures pauses and throughput, in a lab of its own.
+pub fn pause(bench: &PauseBench) -> Result<PauseResult, LabError> {
+    let bed = make_bed(bench)?;
+    let load = start_load(bench, &bed.lab);
     let start = Instant::now();
     (start + bench.length).sleep_until();
     let end = Instant::now();
-    Ok(result(&load.finish(), &primary, (start, end)))
+    let mut result = result(&load.finish(), &bed.primary, (start, end));
+    result.primary_rss_mb = most_resident_mb(bed.primary.pid());
+    result.spare_rss_mb = bed.spare.map_or(0.0, |spare| most_resident_mb(spare.pid()));
+    Ok(result)
+}
+
+/// Kills the primary under load, in a lab of its own.
+pub fn failover(bench: &PauseBench) -> Result<Failover, LabError> {
+    let bed = make_bed(bench)?;
+    let _load = start_load(bench, &bed.lab);
+    (Instant::now() + bench.length).sleep_until();
+    bed.lab.host(0).kill()?;
+    let spare = bed.spare.as_ref().expect("a failover is measured with a spare");
+    Ok(Engine::taken_over(spare)?.0)
+}
+
+/// VmHWM of a process (proc_pid_status(5)), in MB; 0 if it is gone.
+fn most_resident_mb(pid: i32) -> f64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<f64>().ok());
+    kib.unwrap_or_default() * 1024.0 / 1e6
 }
 
 fn redis() -> Vec<String> {
@@ -181,6 +222,7 @@ fn result(
         epochs: values.into_iter().map(|(name, values)| (name, Spread::of(values))).collect(),
         replies_per_s: latencies.len() as f64 / end.since(start).as_secs_f64(),
         latency_ms: Spread::of(latencies),
+        ..PauseResult::default()
     }
 }
 
