@@ -76,6 +76,25 @@ impl SharedTable {
         Ok(id)
     }
 
+    /// A System V segment, which may have no mapping at this instant. `used`: somebody attached
+    /// or detached it since the last round, so that its content may have changed unseen.
+    pub fn note_segment(
+        &mut self,
+        file: BorrowedFd<'_>,
+        kind: SharedKind,
+        used: bool,
+    ) -> ObjectResult<()> {
+        let id = self.note(file, "")?;
+        let found = self.objects.values_mut().find(|object| object.id == id);
+        if let Some(object) = found {
+            object.kind = kind;
+            if used {
+                object.stamp = (0, 0, 0);
+            }
+        }
+        Ok(())
+    }
+
     fn note_mapping(&mut self, pid: HostPid, line: &MapLine) -> ObjectResult<Inode> {
         let path = format!("/proc/{pid}/map_files/{:x}-{:x}", line.start, line.end);
         let found = std::fs::metadata(&path).map_err(io("look at a shared mapping"))?;

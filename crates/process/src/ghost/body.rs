@@ -45,6 +45,9 @@ pub(super) struct Body {
 pub(super) trait Sources {
     /// The descriptor to map, opened as the mapping needs it.
     fn descriptor(&self, mapping: &Mapping) -> GhostResult<BorrowedFd<'_>>;
+
+    /// Number and size of the System V segment behind a mapping, if it is one.
+    fn segment(&self, mapping: &Mapping) -> Option<(i32, u64)>;
 }
 
 impl Body {
@@ -319,6 +322,17 @@ fn map_piece(
     if !from_file {
         let arguments = [start, bytes, protection, flags as u64, u64::MAX, 0];
         batch.must("map memory", libc::SYS_mmap, &arguments);
+        return Ok(());
+    }
+    if let Some((id, size)) = sources.segment(mapping)
+        && size.next_multiple_of(4096) == bytes
+    {
+        // Attached, so that shmdt(2) and the count of attachments know it. A part of a segment,
+        // after munmap(2) or mprotect(2), is only mapped.
+        let arguments = [id as u64, start, libc::SHM_REMAP as u64];
+        batch.must("attach segment", libc::SYS_shmat, &arguments);
+        let arguments = [start, bytes, protection];
+        batch.must("protect segment", libc::SYS_mprotect, &arguments);
         return Ok(());
     }
     let file = sources.descriptor(mapping)?.as_raw_fd() as u64;

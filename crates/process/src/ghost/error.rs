@@ -4,6 +4,7 @@ use hotspare_image::tree::GuestPid;
 use hotspare_kernel::KernelError;
 
 use crate::init::InitError;
+use crate::objects::error::ObjectError;
 
 /// Why a ghost cannot be what the checkpoint says.
 #[derive(Debug, thiserror::Error)]
@@ -22,6 +23,9 @@ pub enum GhostError {
     /// {0}
     #[error(transparent)]
     Init(#[from] InitError),
+    /// {0}
+    #[error(transparent)]
+    Object(#[from] ObjectError),
     /// {what} cannot be restored: {reason}
     #[error("{what} cannot be restored: {reason}")]
     Refused {

@@ -112,7 +112,7 @@ impl Ghost {
             let last = last.remove(&pid).unwrap_or_default();
             threads.extend(self.withdraw(pid, live, &last).map_err(GhostError::at(pid))?);
         }
-        self.sources.seal()?;
+        self.sources.seal(&self.namespaces)?;
         clock.part("registers");
         self.await_clock(image)?;
         clock.part("clock");

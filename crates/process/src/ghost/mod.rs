@@ -214,7 +214,7 @@ impl Ghost {
 
     fn take_on(&mut self, checkpoint: &Checkpoint) -> GhostResult<()> {
         self.sync_tree(checkpoint)?;
-        self.sources.sync_shared(&checkpoint.shared, self.full)?;
+        self.sources.sync_shared(&checkpoint.shared, self.full, &self.namespaces)?;
         let changed = checkpoint.spaces.iter().filter(|space| self.differs(space));
         let changed: Vec<&AddressSpace> = changed.collect();
         let namespaces = &self.namespaces;

@@ -6,6 +6,7 @@ use std::fs::{File, Permissions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 
+use hotspare_image::ipc::IpcOwner;
 use hotspare_image::memory::{
     AddressSpace, Backing, MappedFile, Mapping, SharedId, SharedKind, SharedMemory,
 };
@@ -14,6 +15,7 @@ use hotspare_kernel::spawn;
 use super::body::Sources;
 use super::error::{GhostError, GhostResult};
 use crate::init::GuestNamespaces;
+use crate::objects::ipc;
 use crate::pages::PageRun;
 
 /// A shared memory object. We keep it alive; the ghost's mappings refer to it.
@@ -90,14 +92,28 @@ impl SourceSet {
 
     /// Makes, resizes, empties and drops shared memory as the checkpoint says. `keep` says that
     /// what exists is from the same full transfer: a reset does not empty it.
-    pub(super) fn sync_shared(&mut self, all: &[SharedMemory], keep: bool) -> GhostResult<()> {
-        self.shared.retain(|id, _| all.iter().any(|image| image.id == *id));
+    pub(super) fn sync_shared(
+        &mut self,
+        all: &[SharedMemory],
+        keep: bool,
+        namespaces: &GuestNamespaces,
+    ) -> GhostResult<()> {
+        let gone = |id: &SharedId| !all.iter().any(|image| image.id == *id);
+        for (_, object) in self.shared.extract_if(.., |id, _| gone(id)) {
+            remove_segment(&object.image, namespaces)?;
+        }
         for image in all {
             let old = self.shared.get(&image.id);
             let resize = old.is_some_and(|old| old.image.bytes != image.bytes);
-            if old.is_none() || image.reset && !keep {
-                let object = make(image)?;
-                self.shared.insert(image.id, object);
+            let segment = matches!(image.kind, SharedKind::SysV { .. });
+            match old {
+                // Its number is taken: emptied, not made anew.
+                Some(old) if image.reset && !keep && segment => empty(&old.file, image.bytes)?,
+                Some(_) if !image.reset || keep => {}
+                _ => {
+                    let object = make(image, namespaces)?;
+                    self.shared.insert(image.id, object);
+                }
             }
             let Some(object) = self.shared.get_mut(&image.id) else { continue };
             if resize {
@@ -126,9 +142,15 @@ impl SourceSet {
         self.shared.iter().map(|(id, object)| (*id, object.file.as_fd()))
     }
 
-    /// Sets what would have hindered the filling: seals.
-    pub(super) fn seal(&self) -> GhostResult<()> {
+    /// Sets what would have hindered the filling: seals, and the removal of segments that go with
+    /// their last process.
+    pub(super) fn seal(&self, namespaces: &GuestNamespaces) -> GhostResult<()> {
         for object in self.shared.values() {
+            if let SharedKind::SysV { mode, .. } = object.image.kind
+                && mode & ipc::SEGMENT_REMOVED != 0
+            {
+                remove_segment(&object.image, namespaces)?;
+            }
             if let SharedKind::Memfd { seals, .. } = &object.image.kind
                 && *seals != 0
             {
@@ -142,6 +164,16 @@ impl SourceSet {
 }
 
 impl Sources for SourceSet {
+    fn segment(&self, mapping: &Mapping) -> Option<(i32, u64)> {
+        let Backing::SharedMemory { object, private: false, .. } = &mapping.backing else {
+            return None;
+        };
+        match self.shared.get(object)?.image {
+            SharedMemory { kind: SharedKind::SysV { id, .. }, bytes, .. } => Some((id, bytes)),
+            _ => None,
+        }
+    }
+
     fn descriptor(&self, mapping: &Mapping) -> GhostResult<BorrowedFd<'_>> {
         if let Backing::SharedMemory { object, writable, private, .. } = &mapping.backing {
             let found = self.shared.get(object).ok_or_else(|| {
@@ -173,7 +205,31 @@ fn open(key: &FileKey, roots: &[String]) -> std::io::Result<File> {
     File::options().read(true).write(*writable).open(path)
 }
 
-fn make(image: &SharedMemory) -> GhostResult<SharedObject> {
+/// Frees all memory of a segment.
+fn empty(file: &File, bytes: u64) -> GhostResult<()> {
+    use nix::fcntl::{FallocateFlags, fallocate};
+    let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    fallocate(file, flags, 0, bytes as i64)
+        .map_err(|errno| GhostError::io("empty shared memory segment")(errno.into()))
+}
+
+/// Removes the segment of an object that is one.
+fn remove_segment(image: &SharedMemory, namespaces: &GuestNamespaces) -> GhostResult<()> {
+    let SharedKind::SysV { id, .. } = image.kind else { return Ok(()) };
+    Ok(ipc::inside(namespaces.ipc.as_fd(), || ipc::remove_segment(id))?)
+}
+
+fn make_segment(image: &SharedMemory, namespaces: &GuestNamespaces) -> GhostResult<OwnedFd> {
+    let SharedKind::SysV { id, key, mode, uid, gid } = image.kind else {
+        return Err(GhostError::Image("a segment of another kind".into()));
+    };
+    let owner = IpcOwner { id, key, mode, uid, gid };
+    let segment = ipc::Segment { owner, bytes: image.bytes, last_use: [0; 4] };
+    let file = ipc::inside(namespaces.ipc.as_fd(), || ipc::restore_segment(&segment))?;
+    Ok(file.into())
+}
+
+fn make(image: &SharedMemory, namespaces: &GuestNamespaces) -> GhostResult<SharedObject> {
     let fd: OwnedFd = match &image.kind {
         SharedKind::Anonymous => spawn::shared_anonymous(image.bytes)?,
         SharedKind::Memfd { name, .. } => {
@@ -181,10 +237,7 @@ fn make(image: &SharedMemory) -> GhostResult<SharedObject> {
                 .map_err(|_| GhostError::Image("memfd name with a zero byte".into()))?;
             spawn::memfd(&name)?
         }
-        SharedKind::SysV { id, .. } => {
-            let what = format!("System V shared memory {id}");
-            return Err(GhostError::refused(what, "not supported yet"));
-        }
+        SharedKind::SysV { .. } => make_segment(image, namespaces)?,
     };
     let file = File::from(fd);
     if let SharedKind::Memfd { mode, .. } = &image.kind {

@@ -13,19 +13,23 @@
 //! Not carried: `SEM_UNDO` adjustments and the times and process numbers of last use, which no
 //! call shows or sets.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 
+use hotspare_image::Checkpoint;
 use hotspare_image::ipc::{
     Ipc, IpcOwner, PosixMessage, PosixQueue, SemaphoreSet, SysvMessage, SysvQueue,
 };
+use hotspare_image::memory::SharedKind;
 use hotspare_kernel::KernelError;
 use hotspare_kernel::ipc::{self, Attachment, Ownership, QueueAttributes};
 
 use super::error::{ObjectError, ObjectResult};
+use crate::capture::shared::SharedTable;
 
 /// Mode bit of a segment that goes when the last process detaches it (`SHM_DEST`).
 pub const SEGMENT_REMOVED: u32 = 0o1000;
@@ -43,6 +47,8 @@ pub struct Segment {
     pub owner: IpcOwner,
     /// Size.
     pub bytes: u64,
+    /// Process that used it last, attachments, times of the last attach and detach.
+    pub last_use: [i64; 4],
 }
 
 /// Everything in an ipc namespace.
@@ -62,10 +68,15 @@ pub struct IpcCapture {
     semaphores: File,
     queues: File,
     posix: OwnedFd,
+    /// Memory of segments by number, and who used each last.
+    opened: BTreeMap<i32, (File, LastUse)>,
 }
 
+/// Of a segment: process that used it last, attachments, times of the last attach and detach.
+type LastUse = [i64; 4];
+
 /// Runs `work` on a thread inside an ipc namespace.
-fn inside<T: Send>(
+pub(crate) fn inside<T: Send>(
     namespace: BorrowedFd<'_>,
     work: impl FnOnce() -> ObjectResult<T> + Send,
 ) -> ObjectResult<T> {
@@ -92,7 +103,33 @@ impl IpcCapture {
             Ok((segments, semaphores, open_list("msg")?, ipc::queue_directory()?))
         };
         let (segments, semaphores, queues, posix) = inside(namespace.as_fd(), lists)?;
-        Ok(Self { namespace, segments, semaphores, queues, posix })
+        let opened = BTreeMap::new();
+        Ok(Self { namespace, segments, semaphores, queues, posix, opened })
+    }
+
+    /// Captures what is there into `checkpoint`, and enters segments into the table of shared
+    /// memory, which carries their bytes. The guest stands still.
+    pub fn capture_into(
+        &mut self,
+        shared: &mut SharedTable,
+        checkpoint: &mut Checkpoint,
+    ) -> ObjectResult<()> {
+        let state = self.capture()?;
+        checkpoint.ipc = state.ipc;
+        self.opened.retain(|id, _| state.segments.iter().any(|segment| segment.owner.id == *id));
+        for segment in &state.segments {
+            let IpcOwner { id, key, mode, uid, gid } = segment.owner;
+            if !self.opened.contains_key(&id) {
+                let file = inside(self.namespace.as_fd(), || segment_file(id))?;
+                self.opened.insert(id, (file, [0; 4]));
+            }
+            let Some((file, last_use)) = self.opened.get_mut(&id) else { continue };
+            // What was written through an attachment that is gone again, nobody has seen.
+            let used = std::mem::replace(last_use, segment.last_use) != segment.last_use;
+            let kind = SharedKind::SysV { id, key, mode, uid, gid };
+            shared.note_segment(file.as_fd(), kind, used)?;
+        }
+        Ok(())
     }
 
     /// What is there, while the guest stands still. It is as before afterwards.
@@ -182,7 +219,9 @@ fn segment(row: &Row) -> ObjectResult<Segment> {
         let what = format!("System V shared memory segment {}", owner.id);
         return Err(ObjectError::refused(what, "it is locked in memory or of huge pages"));
     }
-    Ok(Segment { owner, bytes: row[3] as u64 })
+    let column = |index: usize| row.get(index).copied().unwrap_or(0);
+    let last_use = [5, 6, 11, 12].map(column);
+    Ok(Segment { owner, bytes: row[3] as u64, last_use })
 }
 
 fn semaphore_set(row: &Row) -> ObjectResult<SemaphoreSet> {
@@ -275,6 +314,14 @@ fn check_number(what: &str, wanted: i32, got: i32) -> ObjectResult<()> {
     }
     let text = format!("{what} got number {got} instead of {wanted}");
     Err(KernelError::Unexpected(text).into())
+}
+
+/// As [`restore`], in `namespace`, from any thread whose `/proc` is ours.
+pub fn restore_in(image: &Ipc, namespace: BorrowedFd<'_>) -> ObjectResult<()> {
+    if *image == Ipc::default() {
+        return Ok(());
+    }
+    inside(namespace, || restore(image))
 }
 
 /// Makes semaphores and queues in the calling thread's ipc namespace, which has none of them.
