@@ -310,6 +310,14 @@ impl Init {
         Ok(Self { pidfd: pidfd::open(host)?, socket: ours, host })
     }
 
+    /// Ends the guest at once. Its end, and those of its children that are traced, are still to be
+    /// waited for.
+    pub fn kill(&self) {
+        let pid = nix::unistd::Pid::from_raw(self.host.0);
+        // It may have ended already; its number is ours until it has been waited for.
+        let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+    }
+
     /// Its number on the host.
     pub fn host_pid(&self) -> HostPid {
         self.host

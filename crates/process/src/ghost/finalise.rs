@@ -78,8 +78,8 @@ impl Ghost {
         steps: &[RemoteStep],
     ) -> GhostResult<Finalised> {
         let mut clock = Clock { last: Instant::now(), parts: Vec::new() };
-        self.init.set_names(&image.names.0, &image.names.1)?;
-        self.init.set_last_pid(image.last_pid)?;
+        self.init().set_names(&image.names.0, &image.names.1)?;
+        self.init().set_last_pid(image.last_pid)?;
         self.set_programs(image)?;
         clock.part("program");
         for (pid, live) in living(image) {

@@ -53,7 +53,8 @@ pub struct GhostConfig {
 /// A copy of the guest that stands still. Dropping it ends its processes.
 #[derive(Debug)]
 pub struct Ghost {
-    init: Init,
+    // Always there, until released.
+    init: Option<Init>,
     clocks: ClockOffsets,
     namespaces: GuestNamespaces,
     bodies: BTreeMap<GuestPid, Body>,
@@ -101,7 +102,7 @@ impl Ghost {
         let init = Init::start(config.init)?;
         let namespaces = init.namespaces()?;
         Ok(Self {
-            init,
+            init: Some(init),
             clocks,
             namespaces,
             bodies: BTreeMap::new(),
@@ -125,7 +126,7 @@ impl Ghost {
 
     /// PID 1 of the ghost's namespaces.
     pub fn init(&self) -> &Init {
-        &self.init
+        self.init.as_ref().expect("only release takes it away")
     }
 
     /// The ghost's namespaces, for the restore of kernel objects.
@@ -242,7 +243,7 @@ impl Ghost {
     }
 
     /// Lets everything run. The threads stay traced by the calling thread.
-    pub fn release(self, finalised: Finalised) -> GhostResult<Released> {
+    pub fn release(mut self, finalised: Finalised) -> GhostResult<Released> {
         let Finalised { threads, stopped, parts } = finalised;
         for thread in &threads {
             if stopped.contains(&thread.process) {
@@ -251,7 +252,27 @@ impl Ghost {
                 hotspare_kernel::ptrace::cont(thread.host, 0)?;
             }
         }
-        Ok(Released { init: self.init, threads, parts, stopped })
+        // Nothing of it is ours to end any more.
+        self.bodies.clear();
+        match self.init.take() {
+            Some(init) => Ok(Released { init, threads, parts, stopped }),
+            None => Err(GhostError::Image("a ghost without init".into())),
+        }
+    }
+}
+
+impl Drop for Ghost {
+    /// Ends the processes, and takes their ends as their tracer: until somebody does, PID 1 of a
+    /// pid namespace cannot end.
+    fn drop(&mut self) {
+        let Some(init) = self.init.take() else { return };
+        init.kill();
+        for body in self.bodies.values().filter(|body| !body.zombie) {
+            for (_, host) in body.threads.iter().rev() {
+                let _ = hands::await_end(*host);
+            }
+        }
+        let _ = hands::await_end(init.host_pid());
     }
 }
 

@@ -120,7 +120,7 @@ impl Ghost {
                 batch.ask("reap ghost process", libc::SYS_wait4, &arguments)?;
             }
         }
-        self.init.reap()?;
+        self.init().reap()?;
         Ok(())
     }
 
@@ -150,7 +150,7 @@ impl Ghost {
             .lines()
             .find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())
             .map(HostPid);
-        if parent == Some(self.init.host_pid()) {
+        if parent == Some(self.init().host_pid()) {
             return Ok(Some(INIT));
         }
         Ok(self.bodies.values().find(|body| Some(body.host) == parent).map(|body| body.pid))
@@ -294,7 +294,7 @@ impl Ghost {
             let arguments = [pid.0 as u64, 0, libc::__WALL as u64, 0];
             parent.batch().ask("reap helper", libc::SYS_wait4, &arguments)?;
         } else {
-            self.init.reap()?;
+            self.init().reap()?;
         }
         Ok(())
     }
@@ -302,7 +302,7 @@ impl Ghost {
     fn create(&mut self, process: &Process, maker: Maker, target: &[Mapping]) -> GhostResult<()> {
         let (host, place) = match maker {
             Maker::Init => {
-                let newborn = self.init.spawn_idle(Some(process.pid), TOOLS)?;
+                let newborn = self.init().spawn_idle(Some(process.pid), TOOLS)?;
                 ptrace::seize(newborn.host)?;
                 newborn.go()?;
                 let executed = await_exec(newborn.host);

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use super::world::{Primary, Spare, next_line};
+use super::world::{Primary, Spare};
 
 type Scene = fn();
 
@@ -30,22 +30,27 @@ fn guest_program(path: &str) -> ExitCode {
     let directory = format!("/tmp/hotspare-ghost/{}/{name}", std::process::id());
     std::fs::create_dir_all(&directory).expect("makes directory");
     let out = format!("{directory}/out");
+    let number = |name: &str, usual| {
+        std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok()).unwrap_or(usual)
+    };
     let mut primary = Primary::start_in(&[path, &out], Some(&directory));
-    primary.run_for(Duration::from_millis(200));
-    let first = primary.checkpoint();
-    let mut spare = Spare::start_in(&first.0, Some(&directory));
-    spare.apply(first);
-    for _ in 0..6 {
-        primary.run_for(Duration::from_millis(31));
-        spare.apply(primary.checkpoint());
+    primary.run_for(Duration::from_millis(150));
+    for _ in 0..number("HOPS", 2) {
+        let first = primary.checkpoint();
+        let mut spare = Spare::start_in(&first.0, Some(&directory));
+        spare.apply(first);
+        for _ in 0..number("EPOCHS", 6) {
+            primary.run_for(Duration::from_millis(number("EPOCH_MS", 17)));
+            spare.apply(primary.checkpoint());
+        }
+        primary.die();
+        primary = spare.take_over();
     }
-    primary.die();
-    let mut taken = spare.take_over();
-    while taken.guest.root_status().is_none() {
-        taken.guest.pump(&[], Duration::from_millis(20)).expect("pumps");
+    while primary.guest.root_status().is_none() {
+        primary.run_for(Duration::from_millis(20));
     }
+    let status = primary.guest.root_status();
     let text = std::fs::read_to_string(&out).unwrap_or_default();
-    let status = taken.guest.root_status();
     if status != Some(0) || !text.ends_with("PASS\n") {
         let tail: Vec<&str> = text.lines().rev().take(3).collect();
         println!("{name}: status {status:?}, output ends {tail:?}");
@@ -75,8 +80,7 @@ fn counts_on() {
     primary.run_for(Duration::from_millis(20));
     let last: u64 = primary.die().lines().last().expect("a line").parse().expect("a number");
     let mut taken = spare.take_over();
-    let mut line =
-        || -> u64 { next_line(&mut taken.guest, &mut taken.output).parse().expect("a number") };
+    let mut line = || -> u64 { taken.line().parse().expect("a number") };
     let begin = line();
     assert!(begin > 20 && begin <= last + 1, "goes on at {begin}, had printed {last}");
     for next in begin + 1..begin + 50 {

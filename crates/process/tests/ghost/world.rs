@@ -17,7 +17,7 @@ use hotspare_process::init::{FirstProgram, Init, InitConfig, WritablePath};
 use hotspare_process::objects::capture::DescriptorCapture;
 use hotspare_process::objects::error::ObjectError;
 use hotspare_process::objects::outside::OutsideDescriptor;
-use hotspare_process::objects::restore::{self, GhostParts, RestoreContext, restore_all};
+use hotspare_process::objects::restore::{self, GhostParts, RestoreContext, Restored, restore_all};
 use hotspare_process::objects::rules::{FileRules, Standing};
 use hotspare_process::objects::socket::SocketCapture;
 use hotspare_process::objects::table::GuestProcess;
@@ -45,9 +45,7 @@ impl Primary {
 
     pub fn start_in(arguments: &[&str], shared: Option<&str>) -> Self {
         let init = Init::start(config(shared)).expect("starts init");
-        let (stdin, input) = pipe();
-        let (output, stdout) = pipe();
-        let stderr = std::io::stderr().as_fd().try_clone_to_owned().expect("duplicates");
+        let outer = Outer::new();
         let program = FirstProgram {
             arguments: arguments.iter().map(|text| text.to_string()).collect(),
             environment: vec![
@@ -58,20 +56,28 @@ impl Primary {
             directory: "/".into(),
             user: None,
         };
-        let standard = [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()];
+        let standard = outer.inner.each_ref().map(|file| file.as_fd());
         let newborn = init.spawn(program, standard, Some(GuestPid(2))).expect("spawns");
         let guest = Guest::seize(newborn.host).expect("seizes");
         newborn.go().expect("lets go");
-        let outside = outside([stdin, stdout, stderr]);
+        Self::new(init, guest, outer, rules(shared))
+    }
+
+    fn new(init: Init, guest: Guest, outer: Outer, rules: FileRules) -> Self {
         let net = init.namespaces().expect("opens namespaces").net;
         Self {
             init,
             guest,
-            output: BufReader::new(output.into()),
-            input: input.into(),
-            descriptors: DescriptorCapture::new(rules(shared), outside),
+            output: BufReader::new(outer.output.into()),
+            input: outer.input.into(),
+            descriptors: DescriptorCapture::new(rules, outside(outer.inner)),
             sockets: SocketCapture::open(net.as_fd()).expect("opens diagnostics"),
         }
+    }
+
+    /// The next line the guest prints.
+    pub fn line(&mut self) -> String {
+        next_line(&mut self.guest, &mut self.output)
     }
 
     pub fn run_for(&mut self, time: Duration) {
@@ -228,13 +234,20 @@ impl GhostParts for Parts<'_> {
     }
 }
 
-/// The guest after the failover.
-pub struct Taken {
-    pub init: Init,
-    pub guest: Guest,
-    pub output: BufReader<File>,
-    pub input: File,
-    pub parts: Vec<(&'static str, Duration)>,
+/// Both ends of what leads out of the guest.
+struct Outer {
+    input: OwnedFd,
+    output: OwnedFd,
+    inner: [OwnedFd; 3],
+}
+
+impl Outer {
+    fn new() -> Self {
+        let (stdin, input) = pipe();
+        let (output, stdout) = pipe();
+        let stderr = std::io::stderr().as_fd().try_clone_to_owned().expect("duplicates");
+        Self { input, output, inner: [stdin, stdout, stderr] }
+    }
 }
 
 impl Spare {
@@ -254,53 +267,44 @@ impl Spare {
     }
 
     /// Failover: the ghost goes live.
-    pub fn take_over(mut self) -> Taken {
+    pub fn take_over(mut self) -> Primary {
         let image = self.ghost.image().expect("has a checkpoint").clone();
-        let (stdin, input) = pipe();
-        let (output, stdout) = pipe();
-        let stderr = std::io::stderr().as_fd().try_clone_to_owned().expect("duplicates");
-        let restored = {
-            let parts = Parts {
-                hosts: self.ghost.host_pids(),
-                shared: self.ghost.all_shared_memory(),
-                standard: [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
-            };
-            let rules = &self.rules;
-            let own = restore::own_descriptors().expect("opens own descriptors");
-            let tables: Vec<_> = image
-                .processes
-                .iter()
-                .filter_map(|process| match &process.state {
-                    ProcessState::Alive(live) => Some((process.pid, &live.descriptors[..])),
-                    ProcessState::Zombie { .. } => None,
-                })
-                .collect();
-            let restore = || {
-                let context = RestoreContext::new(&parts, rules, image.clocks, 100, own);
-                restore_all(&image.files, &tables, &context)
-            };
-            let inside = self.ghost.namespaces().run(restore);
-            inside.expect("enters the namespaces").expect("restores")
-        };
+        let outer = Outer::new();
+        let restored = self.restore(&image, &outer);
         let finalised = self.ghost.finalise(&restored.files, &restored.steps).expect("finalises");
         drop(restored);
-        drop((stdin, stdout));
         let released = self.ghost.release(finalised).expect("releases");
         let hosts: Vec<HostPid> = released.threads.iter().map(|thread| thread.host).collect();
         let root = released.threads.iter().find(|thread| thread.tid == GuestPid(2));
         let root = root.map_or(hosts[0], |thread| thread.host);
         let guest = Guest::adopt(root, &hosts).expect("adopts");
         if std::env::var_os("SHOW_PARTS").is_some() {
-            for (part, time) in &released.parts {
-                println!("  {part}: {time:?}");
-            }
+            println!("{} threads: {:?}", hosts.len(), released.parts);
         }
-        Taken {
-            init: released.init,
-            guest,
-            output: BufReader::new(output.into()),
-            input: input.into(),
-            parts: released.parts,
-        }
+        Primary::new(released.init, guest, outer, self.rules)
+    }
+
+    fn restore(&self, image: &Checkpoint, outer: &Outer) -> Restored {
+        let parts = Parts {
+            hosts: self.ghost.host_pids(),
+            shared: self.ghost.all_shared_memory(),
+            standard: outer.inner.each_ref().map(|file| file.as_fd()),
+        };
+        let own = restore::own_descriptors().expect("opens own descriptors");
+        let tables: Vec<_> = image
+            .processes
+            .iter()
+            .filter_map(|process| match &process.state {
+                ProcessState::Alive(live) => Some((process.pid, &live.descriptors[..])),
+                ProcessState::Zombie { .. } => None,
+            })
+            .collect();
+        let rules = &self.rules;
+        let restore = || {
+            let context = RestoreContext::new(&parts, rules, image.clocks, 100, own);
+            restore_all(&image.files, &tables, &context)
+        };
+        let inside = self.ghost.namespaces().run(restore);
+        inside.expect("enters the namespaces").expect("restores")
     }
 }
