@@ -4,7 +4,7 @@ use std::os::fd::AsRawFd;
 use std::os::fd::BorrowedFd;
 
 use hotspare_image::memory::Layout;
-use hotspare_image::tree::{ClockReading, LiveProcess, PosixTimer, SignalAction};
+use hotspare_image::tree::{ClockReading, LiveProcess, PosixTimer};
 use hotspare_kernel::remote::{Call, Stub};
 use hotspare_kernel::{ptrace, spawn, thread_info};
 
@@ -20,11 +20,12 @@ const PR_TIMER_CREATE_RESTORE_IDS: u64 = 77;
 
 impl Body {
     /// Where program, heap, stack and arguments are, and which program runs. Before descriptors
-    /// are placed.
+    /// are placed. `first` says that nothing of it has been set in this address space.
     pub(super) fn set_memory_map(
         &self,
         layout: &Layout,
         exe: Option<BorrowedFd<'_>>,
+        first: bool,
     ) -> GhostResult<()> {
         let mut batch = self.batch();
         if let Some(exe) = exe {
@@ -43,10 +44,10 @@ impl Body {
         if exe.is_some() {
             batch.must("close program", libc::SYS_close, &[0]);
         }
-        if layout.thp_disabled {
-            batch.must("disable huge pages", libc::SYS_prctl, &[PR_SET_THP_DISABLE, 1, 0, 0, 0]);
-        }
-        if layout.lock_future {
+        // A new address space has inherited this from its parent's.
+        let disabled = [PR_SET_THP_DISABLE, layout.thp_disabled.into(), 0, 0, 0];
+        batch.must("disable huge pages", libc::SYS_prctl, &disabled);
+        if first && layout.lock_future {
             let future = libc::MCL_FUTURE as u64;
             batch.must("lock future memory", libc::SYS_mlockall, &[future]);
         }
@@ -60,21 +61,12 @@ impl Body {
         Ok(())
     }
 
-    /// Signal actions, umask, directories, personality, subreaper.
+    /// umask, directories, personality; the subreaper flag is there.
     pub(super) fn set_attributes(&mut self, live: &LiveProcess) -> GhostResult<()> {
         if self.subreaper != live.child_subreaper {
             return Err(GhostError::Image("the subreaper flag was not applied".into()));
         }
         let mut batch = self.batch();
-        for (signal, action) in (1u64..).zip(&live.signal_actions) {
-            if !is_left_alone(signal, action) {
-                batch.room(64, 1)?;
-                let words = action_words(action);
-                let at = batch.words(&words);
-                let arguments = [signal, at, 0, 8];
-                batch.must("set signal action", libc::SYS_rt_sigaction, &arguments);
-            }
-        }
         batch.room(2 * 4096 + 64, 8)?;
         batch.must("set umask", libc::SYS_umask, &[live.umask.into()]);
         let cwd = batch.text(live.cwd.0.as_bytes());
@@ -99,8 +91,8 @@ impl Body {
         if action.handler != 1 {
             return None;
         }
-        let bytes: Vec<u8> =
-            action_words(action).iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let words = [action.handler, action.flags, action.restorer, action.mask];
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         self.hands.stub.memory().write(Stub::scratch_offset(1), &bytes);
         let arguments = [libc::SIGTRAP as u64, self.hands.stub.scratch(1), 0, 8];
         Some(Call::new(libc::SYS_rt_sigaction, &arguments))
@@ -200,15 +192,6 @@ pub(super) fn siginfo(bytes: &[u8]) -> GhostResult<&[u8; 128]> {
 /// The signal's number: the first word of `siginfo_t`.
 pub(super) fn number_of(info: &[u8; 128]) -> u64 {
     u64::from(u32::from_ne_bytes([info[0], info[1], info[2], info[3]]))
-}
-
-fn is_left_alone(signal: u64, action: &SignalAction) -> bool {
-    let fixed = signal == libc::SIGKILL as u64 || signal == libc::SIGSTOP as u64;
-    fixed || *action == SignalAction::default()
-}
-
-fn action_words(action: &SignalAction) -> [u64; 4] {
-    [action.handler, action.flags, action.restorer, action.mask]
 }
 
 /// Whether the periodic timer's signal is pending. Such a timer's own signal is made anew.

@@ -3,13 +3,14 @@
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
 use hotspare_image::memory::{AddressSpace, Backing, GuestRange, Mapping, MmId, mapping_flags};
-use hotspare_image::tree::{GuestPid, LiveProcess};
+use hotspare_image::tree::{Credentials, GuestPid, SignalAction};
 use hotspare_kernel::memory::ProcMem;
 use hotspare_kernel::proc_maps::MapLine;
 use hotspare_kernel::ptrace::HostPid;
 use hotspare_kernel::remote::vdso_syscall;
 use hotspare_kernel::{pidfd, spawn, thread_info};
 
+use super::ahead::Dressed;
 use super::error::{GhostError, GhostResult};
 use super::hands::{Batch, Hands, borrow, maps_of};
 use super::layout::{Change, changes, offset_at};
@@ -36,8 +37,10 @@ pub(super) struct Body {
     /// The address space it has taken on; `None` while it has none of the guest's.
     pub(super) space: Option<MmId>,
     pub(super) layout: Vec<Mapping>,
-    /// What it was last told to be.
-    pub(super) image: Option<Box<LiveProcess>>,
+    /// What it has of the guest's beyond memory.
+    pub(super) dressed: Dressed,
+    /// What it can do until it goes live.
+    pub(super) credentials: Credentials,
     pub(super) subreaper: bool,
 }
 
@@ -74,7 +77,8 @@ impl Body {
             hands,
             space: None,
             layout: Vec::new(),
-            image: None,
+            dressed: Dressed::after_exec(&parent.actions),
+            credentials: own_credentials(host)?,
             subreaper: false,
         };
         body.strip(target)?;
@@ -92,7 +96,7 @@ impl Body {
         self.hands = reach(self.host, borrow(&self.pidfd), target)?;
         self.memory = ProcMem::open(self.host)?;
         self.space = None;
-        self.image = None;
+        self.dressed = Dressed::after_exec(&self.dressed.actions);
         self.strip(target)
     }
 
@@ -188,12 +192,25 @@ impl Body {
     }
 }
 
-/// A process's place in the tree.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A new process's place in the tree, and its maker's signal actions.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Place {
+    pub(super) actions: Vec<SignalAction>,
     pub(super) parent: GuestPid,
     pub(super) group: GuestPid,
     pub(super) session: GuestPid,
+}
+
+fn own_credentials(host: HostPid) -> GhostResult<Credentials> {
+    let status = thread_info::status(host)?;
+    Ok(Credentials {
+        uids: status.uids,
+        gids: status.gids,
+        groups: status.groups,
+        capabilities: status.capabilities,
+        securebits: 0,
+        no_new_privs: status.no_new_privs,
+    })
 }
 
 fn reach(host: HostPid, pidfd: BorrowedFd<'_>, target: &[Mapping]) -> GhostResult<Hands> {

@@ -1,13 +1,11 @@
 //! The last steps before the ghost runs. Their order is the hard part:
 //!
-//! 1. what needs our tools in the ghost: the program, descriptors, calls on them;
+//! 1. what needs our tools in the ghost: descriptors, calls on them;
 //! 2. what needs privilege: attributes, scheduling, filters, credentials;
 //! 3. what starts to run or to wait at once: signals, timers, rseq, restart blocks;
 //! 4. what the calls themselves stand on: limits, the stub, registers.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use hotspare_image::Checkpoint;
@@ -48,7 +46,6 @@ const CLOCK_WAIT_MAX: Duration = Duration::from_secs(2);
 struct Last<'a> {
     thread: &'a Thread,
     registers: Registers,
-    section: Option<u64>,
 }
 
 impl Ghost {
@@ -80,8 +77,7 @@ impl Ghost {
         let mut clock = Clock { last: Instant::now(), parts: Vec::new() };
         self.init().set_names(&image.names.0, &image.names.1)?;
         self.init().set_last_pid(image.last_pid)?;
-        self.set_programs(image)?;
-        clock.part("program");
+        clock.part("names");
         for (pid, live) in living(image) {
             let body = self.body(pid)?;
             body.place_descriptors(&live.descriptors, files).map_err(GhostError::at(pid))?;
@@ -125,27 +121,6 @@ impl Ghost {
         self.bodies.get(&pid).ok_or_else(|| GhostError::Image(format!("no process {}", pid.0)))
     }
 
-    /// Opens each process's program and sets its memory map.
-    fn set_programs(&self, image: &Checkpoint) -> GhostResult<()> {
-        let paths: Vec<&str> = image.spaces.iter().map(|space| space.exe.0.as_str()).collect();
-        let opened: Vec<_> = self
-            .namespaces
-            .run(|| paths.iter().map(File::open).collect())
-            .map_err(GhostError::io("enter the guest's namespaces"))?;
-        for (pid, live) in living(image) {
-            let space = space(image, live.mm)?;
-            let at = image.spaces.iter().position(|other| other.id == space.id);
-            let exe = at.and_then(|at| opened.get(at)).and_then(|file| file.as_ref().ok());
-            if exe.is_none() {
-                tracing::warn!(program = space.exe.0, "a program's file is gone");
-            }
-            let body = self.body(pid)?;
-            body.set_memory_map(&space.layout, exe.map(AsFd::as_fd))
-                .map_err(GhostError::at(pid))?;
-        }
-        Ok(())
-    }
-
     fn dress(
         &mut self,
         pid: GuestPid,
@@ -170,17 +145,15 @@ impl Ghost {
         let body = self.body(pid)?;
         body.drop_signals()?;
         body.queue_signals(live)?;
-        let mut sections = Vec::new();
-        for thread in &live.threads {
-            let host = body.thread(thread.tid)?;
-            body.queue_thread_signals(host, live, thread)?;
-            sections.push(body.register_rseq(host, thread)?);
+        for thread in live.threads.iter().filter(|thread| !thread.pending.is_empty()) {
+            body.queue_thread_signals(body.thread(thread.tid)?, live, thread)?;
         }
+        body.register_rseq(&live.threads)?;
         body.start_timers(live, self.now())?;
         let mut last = Vec::new();
-        for (thread, section) in live.threads.iter().zip(sections) {
+        for thread in &live.threads {
             let registers = body.final_registers(body.thread(thread.tid)?, thread)?;
-            last.push(Last { thread, registers, section });
+            last.push(Last { thread, registers });
         }
         Ok(last)
     }
@@ -201,7 +174,7 @@ impl Ghost {
         let mut running = Vec::new();
         for end in last {
             let host = body.thread(end.thread.tid)?;
-            body.resume_as(host, end.thread, &end.registers, end.section)?;
+            body.resume_as(host, end.thread, &end.registers)?;
             running.push(RunningThread { process: pid, tid: end.thread.tid, host });
         }
         Ok(running)

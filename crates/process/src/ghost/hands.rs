@@ -34,7 +34,13 @@ impl Hands {
 
     /// An empty batch of calls for stopped thread `tid` in slot 0.
     pub(super) fn batch(&self, tid: HostPid) -> Batch<'_> {
-        Batch { hands: self, tid, calls: Vec::new(), verbs: Vec::new(), bytes: Vec::new() }
+        self.batch_in(0, tid)
+    }
+
+    /// The same in another slot, to run beside others.
+    pub(super) fn batch_in(&self, slot: usize, tid: HostPid) -> Batch<'_> {
+        let (calls, verbs, bytes) = Default::default();
+        Batch { hands: self, slot, tid, calls, verbs, bytes }
     }
 
     /// Makes stopped thread `tid` clone a process or thread with this number; the child is seized
@@ -92,9 +98,14 @@ impl Hands {
         }
     }
 
-    /// Makes stopped thread `tid` end by `number` (`SYS_exit` or `SYS_exit_group`).
+    /// Makes stopped thread `tid` end by `number` (`SYS_exit` or `SYS_exit_group`). The kernel
+    /// must not write to the guest's memory then, as it did in the guest's own end.
     pub(super) fn end(&self, tid: HostPid, number: i64, status: i32) -> Result<()> {
-        let calls = [Call::new(number, &[status as u64])];
+        let calls = [
+            Call::new(libc::SYS_set_tid_address, &[0]),
+            Call::new(libc::SYS_set_robust_list, &[0, 24]),
+            Call::new(number, &[status as u64]),
+        ];
         self.stub.start(tid, 0, &self.frame, &calls)?;
         await_end(tid)
     }
@@ -167,6 +178,7 @@ pub(super) fn unexpected(tid: HostPid, waited: Waited) -> KernelError {
 #[derive(Debug)]
 pub(super) struct Batch<'a> {
     hands: &'a Hands,
+    slot: usize,
     tid: HostPid,
     calls: Vec<Call>,
     verbs: Vec<&'static str>,
@@ -186,7 +198,7 @@ impl Batch<'_> {
         let offset = self.bytes.len().next_multiple_of(8);
         self.bytes.resize(offset, 0);
         self.bytes.extend_from_slice(bytes);
-        self.hands.stub.scratch(0) + offset as u64
+        self.hands.stub.scratch(self.slot) + offset as u64
     }
 
     /// Words as data.
@@ -228,13 +240,13 @@ impl Batch<'_> {
     /// Starts the calls; [`Batch::end`] must follow before anything else happens to the thread.
     pub(super) fn begin(&mut self) -> Result<()> {
         let stub = &self.hands.stub;
-        stub.memory().write(Stub::scratch_offset(0), &self.bytes);
-        stub.start(self.tid, 0, &self.hands.frame, &self.calls)
+        stub.memory().write(Stub::scratch_offset(self.slot), &self.bytes);
+        stub.start(self.tid, self.slot, &self.hands.frame, &self.calls)
     }
 
     /// Waits for the calls of [`Batch::begin`].
     pub(super) fn end(&mut self) -> Result<Vec<i64>> {
-        self.hands.stub.finish(self.tid, 0, &mut self.calls)?;
+        self.hands.stub.finish(self.tid, self.slot, &mut self.calls)?;
         self.bytes.clear();
         let verbs = std::mem::take(&mut self.verbs);
         let calls = std::mem::take(&mut self.calls);

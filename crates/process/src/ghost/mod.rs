@@ -22,6 +22,7 @@ use hotspare_kernel::HostPid;
 use crate::init::{ClockOffsets, GuestNamespaces, Init, InitConfig};
 use crate::pages::PageRun;
 
+mod ahead;
 mod attributes;
 mod body;
 mod descriptors;
@@ -223,7 +224,10 @@ impl Ghost {
         for (pid, live) in living(checkpoint) {
             let space = space(checkpoint, live.mm)?;
             let Some(body) = self.bodies.get_mut(&pid) else { continue };
-            body.take_layout(space, &self.sources).map_err(GhostError::at(pid))?;
+            let exe = body.dressed.needs_program(space).then(|| self.sources.program(space));
+            body.take_layout(space, &self.sources)
+                .and_then(|()| body.dress_ahead(live, space, exe.flatten()))
+                .map_err(GhostError::at(pid))?;
         }
         self.sources.close_files();
         Ok(())
@@ -231,7 +235,11 @@ impl Ghost {
 
     fn differs(&self, space: &AddressSpace) -> bool {
         let body = self.bodies.values().find(|body| body.space == Some(space.id));
-        body.is_none_or(|body| body.layout != space.mappings || !space.fresh.is_empty())
+        body.is_none_or(|body| {
+            body.layout != space.mappings
+                || !space.fresh.is_empty()
+                || body.dressed.needs_program(space)
+        })
     }
 
     /// Whether the process's address space has nothing to do with what its ghost holds.

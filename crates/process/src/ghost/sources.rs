@@ -52,6 +52,10 @@ fn key_of(backing: &Backing) -> GhostResult<Option<FileKey>> {
     Ok(Some((path.0.clone(), *unlinked_inode, writable)))
 }
 
+fn program_key(space: &AddressSpace) -> FileKey {
+    (space.exe.0.clone(), None, false)
+}
+
 impl SourceSet {
     /// Opens every file that `spaces` map and that is not open yet, in the guest's mount tree.
     /// `roots` are the replicated directories, for files without a name.
@@ -63,8 +67,9 @@ impl SourceSet {
     ) -> GhostResult<()> {
         let mut wanted = Vec::new();
         for space in spaces {
-            for mapping in &space.mappings {
-                if let Some(key) = key_of(&mapping.backing)?
+            let mapped = space.mappings.iter().map(|mapping| key_of(&mapping.backing));
+            for key in mapped.chain([Ok(Some(program_key(space)))]) {
+                if let Some(key) = key?
                     && !self.files.contains_key(&key)
                     && !wanted.contains(&key)
                 {
@@ -83,6 +88,11 @@ impl SourceSet {
             self.files.insert(key, file);
         }
         Ok(())
+    }
+
+    /// The program of an address space.
+    pub(super) fn program(&self, space: &AddressSpace) -> Option<BorrowedFd<'_>> {
+        self.files.get(&program_key(space)).map(AsFd::as_fd)
     }
 
     /// Closes the files; mappings keep what they need.

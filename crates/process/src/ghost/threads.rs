@@ -2,7 +2,7 @@
 
 use hotspare_image::tree::{Credentials, GuestPid, LiveProcess, Restart, Scheduling, Thread};
 use hotspare_kernel::ptrace::{self, HostPid, Registers, Stop, Waited, Whose, reg};
-use hotspare_kernel::remote::Stub;
+use hotspare_kernel::remote::{self, Stub};
 use hotspare_kernel::thread_info;
 
 use super::attributes::{is_from_timer, number_of, siginfo};
@@ -11,55 +11,34 @@ use super::error::{GhostError, GhostResult};
 use super::hands::{Batch, await_interrupted, unexpected};
 
 const PR_SET_PDEATHSIG: u64 = 1;
-const PR_SET_NAME: u64 = 15;
 const PR_CAPBSET_DROP: u64 = 24;
 const PR_SET_SECCOMP: u64 = 22;
 const PR_SET_SECUREBITS: u64 = 28;
-const PR_SET_TIMERSLACK: u64 = 29;
 const PR_SET_NO_NEW_PRIVS: u64 = 38;
 const PR_CAP_AMBIENT: u64 = 47;
 const PR_CAP_AMBIENT_RAISE: u64 = 2;
 const PR_CAP_AMBIENT_CLEAR_ALL: u64 = 4;
 /// Changing users leaves capabilities alone: `SECBIT_NO_SETUID_FIXUP`.
 const SECBIT_NO_SETUID_FIXUP: u64 = 4;
-const SS_DISABLE: u64 = 2;
-/// `SS_AUTODISARM`, the only flag that can be set.
-const SS_AUTODISARM: u64 = 1 << 31;
 const LAST_CAPABILITY: u64 = 40;
 
 /// The error with which a system call asks to be restarted through its restart block.
 const RESTART_BLOCK: i64 = -516;
 
 impl Body {
-    /// Everything of a thread that calls can set, except registers and rseq.
+    /// What of a thread needs privilege to set, or takes it away: scheduling, filters,
+    /// credentials.
     pub(super) fn dress_thread(&self, host: HostPid, thread: &Thread) -> GhostResult<()> {
         let mut batch = self.hands.batch(host);
-        let name = batch.text(&thread.name);
-        batch.must("name thread", libc::SYS_prctl, &[PR_SET_NAME, name, 0, 0, 0]);
-        let [sp, flags, size] = thread.alternate_stack;
-        if flags & SS_DISABLE == 0 && sp != 0 {
-            let stack = batch.words(&[sp, flags & SS_AUTODISARM, size]);
-            batch.must("set alternate stack", libc::SYS_sigaltstack, &[stack, 0]);
-        }
-        let [head, length] = thread.robust_list;
-        if head != 0 {
-            batch.must("set robust list", libc::SYS_set_robust_list, &[head, length]);
-        }
-        batch.must("set tid address", libc::SYS_set_tid_address, &[thread.clear_tid.0]);
-        if thread.timer_slack_ns != 0 {
-            let arguments = [PR_SET_TIMERSLACK, thread.timer_slack_ns, 0, 0, 0];
-            batch.must("set timer slack", libc::SYS_prctl, &arguments);
-        }
-        if thread.io_priority != 0 {
-            let arguments = [1, 0, thread.io_priority as u64];
-            batch.may(libc::SYS_ioprio_set, &arguments);
-        }
-        schedule(&mut batch, &thread.scheduling)?;
+        schedule(&mut batch, host, &thread.scheduling)?;
         batch.run()?;
         self.install_filters(host, thread)?;
-        let now = thread_info::status(host)?.capabilities;
         let mut batch = self.hands.batch(host);
-        set_credentials(&mut batch, &thread.credentials, now[1])?;
+        let (own, wanted) = (&self.credentials, &thread.credentials);
+        let same = Credentials { no_new_privs: own.no_new_privs, ..wanted.clone() } == *own;
+        if !same {
+            set_credentials(&mut batch, wanted, own.capabilities[1])?;
+        }
         if thread.parent_death_signal != 0 {
             let arguments = [PR_SET_PDEATHSIG, thread.parent_death_signal as u64, 0, 0, 0];
             batch.must("set parent death signal", libc::SYS_prctl, &arguments);
@@ -121,18 +100,25 @@ impl Body {
         Ok(())
     }
 
-    /// Registers the restartable sequence. Returns the critical section the thread was in, which
-    /// the kernel clears here and [`Body::resume_as`] puts back.
-    pub(super) fn register_rseq(&self, host: HostPid, thread: &Thread) -> GhostResult<Option<u64>> {
-        let [address, bytes, signature, _] = thread.rseq;
-        if address == 0 {
-            return Ok(None);
+    /// Registers the restartable sequences of `threads`, side by side. The kernel clears the
+    /// critical section a thread was in; the capture has led it out of there.
+    pub(super) fn register_rseq(&self, threads: &[Thread]) -> GhostResult<()> {
+        let with_rseq: Vec<&Thread> = threads.iter().filter(|one| one.rseq[0] != 0).collect();
+        for group in with_rseq.chunks(remote::SLOTS) {
+            let mut batches = Vec::new();
+            for (slot, thread) in group.iter().enumerate() {
+                let [address, bytes, signature, _] = thread.rseq;
+                let mut batch = self.hands.batch_in(slot, self.thread(thread.tid)?);
+                let arguments = [address, bytes, 0, signature];
+                batch.must("register rseq", libc::SYS_rseq, &arguments);
+                batch.begin()?;
+                batches.push(batch);
+            }
+            for mut batch in batches {
+                batch.end()?;
+            }
         }
-        let mut section = [0u8; 8];
-        self.memory.read_exact(address + 8, &mut section)?;
-        let mut batch = self.hands.batch(host);
-        batch.ask("register rseq", libc::SYS_rseq, &[address, bytes, 0, signature])?;
-        Ok(Some(u64::from_ne_bytes(section)).filter(|section| *section != 0))
+        Ok(())
     }
 
     /// Registers the thread is to go on with. Where it slept in a timed call, the kernel's restart
@@ -227,11 +213,7 @@ impl Body {
         host: HostPid,
         thread: &Thread,
         registers: &Registers,
-        section: Option<u64>,
     ) -> GhostResult<()> {
-        if let Some(section) = section {
-            self.memory.write_all(thread.rseq[0] + 8, &section.to_ne_bytes())?;
-        }
         if !thread.extended.is_empty() {
             ptrace::set_extended_registers(host, &thread.extended)?;
         }
@@ -280,9 +262,9 @@ impl Body {
     }
 }
 
-fn schedule(batch: &mut Batch<'_>, wanted: &Scheduling) -> GhostResult<()> {
-    let plain = wanted.policy == 0 && wanted.nice == 0 && wanted.priority == 0;
-    if !plain || wanted.reset_on_fork {
+fn schedule(batch: &mut Batch<'_>, host: HostPid, wanted: &Scheduling) -> GhostResult<()> {
+    let (policy, priority, nice, reset_on_fork) = thread_info::scheduling(host)?;
+    if (policy, priority, reset_on_fork) != (wanted.policy, wanted.priority, wanted.reset_on_fork) {
         let policy = u64::from(wanted.policy) << 32 | 56;
         let flags = u64::from(wanted.reset_on_fork);
         let level = u64::from(wanted.nice as u32) | u64::from(wanted.priority) << 32;
@@ -290,7 +272,7 @@ fn schedule(batch: &mut Batch<'_>, wanted: &Scheduling) -> GhostResult<()> {
         let arguments = [0, attributes, 0];
         batch.must("set scheduling", libc::SYS_sched_setattr, &arguments);
     }
-    if wanted.nice != 0 {
+    if nice != wanted.nice {
         // sched_setattr(2) leaves it alone under SCHED_IDLE and the real-time policies.
         let arguments = [0, 0, wanted.nice as i64 as u64];
         batch.must("set niceness", libc::SYS_setpriority, &arguments);

@@ -115,9 +115,10 @@ impl Ghost {
             let Some(body) = self.bodies.remove(pid) else { continue };
             if let Some(parent) = self.bodies.get(&body.parent).filter(|parent| !parent.zombie) {
                 let wall = libc::__WALL as u64;
+                // Nothing is left to reap where the parent ignores SIGCHLD.
                 let mut batch = parent.batch();
-                let arguments = [pid.0 as u64, 0, wall, 0];
-                batch.ask("reap ghost process", libc::SYS_wait4, &arguments)?;
+                batch.may(libc::SYS_wait4, &[pid.0 as u64, 0, wall, 0]);
+                batch.run()?;
             }
         }
         self.init().reap()?;
@@ -291,8 +292,9 @@ impl Ghost {
         let Some(body) = self.bodies.remove(&pid) else { return Ok(()) };
         kill(&body)?;
         if let Some(parent) = self.bodies.get(&body.parent) {
-            let arguments = [pid.0 as u64, 0, libc::__WALL as u64, 0];
-            parent.batch().ask("reap helper", libc::SYS_wait4, &arguments)?;
+            let mut batch = parent.batch();
+            batch.may(libc::SYS_wait4, &[pid.0 as u64, 0, libc::__WALL as u64, 0]);
+            batch.run()?;
         } else {
             self.init().reap()?;
         }
@@ -310,18 +312,18 @@ impl Ghost {
                     return Err(GhostError::refused(format!("process {}", process.pid.0), why));
                 }
                 executed?;
-                (newborn.host, Place { parent: INIT, group: INIT, session: INIT })
+                let actions = Vec::new();
+                (newborn.host, Place { actions, parent: INIT, group: INIT, session: INIT })
             }
             Maker::Parent(parent) => {
                 let host = self.clone_by(parent, process, 0)?;
                 let maker = &self.bodies[&parent];
-                (host, Place { parent, group: maker.group, session: maker.session })
+                (host, Place { parent, ..maker.place() })
             }
             Maker::Sibling(sibling) => {
                 let host = self.clone_by(sibling, process, libc::CLONE_PARENT as u64)?;
                 let maker = &self.bodies[&sibling];
-                let (group, session) = (maker.group, maker.session);
-                (host, Place { parent: process.parent, group, session })
+                (host, Place { parent: process.parent, ..maker.place() })
             }
         };
         let body = Body::new(process.pid, host, &place, target)?;
@@ -409,6 +411,7 @@ impl Ghost {
             .into_iter()
             .partition(|(tid, _)| wanted.iter().any(|thread| thread.tid == *tid));
         body.threads = keep;
+        body.dressed.forget_threads(wanted);
         for (_, host) in end {
             body.hands.end(host, libc::SYS_exit, 0)?;
         }
@@ -511,6 +514,12 @@ fn end_as(body: &mut Body, wait_status: i32, name: &str) -> GhostResult<()> {
 }
 
 impl Body {
+    /// The place a child of it inherits.
+    fn place(&self) -> Place {
+        let actions = self.dressed.actions.clone();
+        Place { actions, parent: self.pid, group: self.group, session: self.session }
+    }
+
     fn set_subreaper(&mut self, on: bool) -> GhostResult<()> {
         const PR_SET_CHILD_SUBREAPER: u64 = 36;
         let arguments = [PR_SET_CHILD_SUBREAPER, on.into()];
