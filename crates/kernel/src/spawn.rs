@@ -249,6 +249,38 @@ pub fn set_limit(pid: crate::HostPid, resource: u32, soft: u64, hard: u64) -> Re
     check("set limit", done).map(drop)
 }
 
+/// Scheduling policy, priority and reset-on-fork flag of thread `tid`, then its nice value, which
+/// some policies would leave alone (sched_setattr(2), setpriority(2)).
+pub fn set_scheduling(
+    tid: crate::HostPid,
+    policy: u32,
+    priority: u32,
+    nice: i32,
+    reset_on_fork: bool,
+) -> Result<()> {
+    let mut attributes = [0u32; 14];
+    attributes[0] = size_of_val(&attributes) as u32;
+    attributes[1] = policy;
+    attributes[2] = reset_on_fork.into();
+    attributes[4] = nice as u32;
+    attributes[5] = priority;
+    let number = libc::SYS_sched_setattr;
+    // SAFETY: `attributes` is a `struct sched_attr` of 56 bytes.
+    let done = unsafe { libc::syscall(number, tid.0, attributes.as_ptr(), 0) };
+    check("set scheduling", done)?;
+    // SAFETY: no pointer is passed.
+    let done = unsafe { libc::setpriority(libc::PRIO_PROCESS, tid.0 as u32, nice) };
+    check("set niceness", done.into()).map(drop)
+}
+
+/// Processors thread `tid` may run on, 64 a word (sched_setaffinity(2)).
+pub fn set_affinity(tid: crate::HostPid, mask: &[u64]) -> Result<()> {
+    let (number, bytes) = (libc::SYS_sched_setaffinity, size_of_val(mask));
+    // SAFETY: pointer and length describe the slice, which is only read.
+    let done = unsafe { libc::syscall(number, tid.0, bytes, mask.as_ptr()) };
+    check("set affinity", done).map(drop)
+}
+
 /// Address and number of the do-nothing program's code.
 const IDLE_CODE_AT: u64 = 0x1_0000;
 

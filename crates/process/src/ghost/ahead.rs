@@ -9,7 +9,7 @@ use std::os::fd::BorrowedFd;
 use hotspare_image::memory::{AddressSpace, Layout};
 use hotspare_image::tree::{GuestPid, HostPath, LiveProcess, SignalAction, Thread};
 
-use super::body::Body;
+use super::body::{Body, TOOLS};
 use super::error::GhostResult;
 use super::hands::Batch;
 
@@ -28,6 +28,8 @@ pub(super) struct Dressed {
     /// Actions of signals 1…64, as far as known; default behind the end.
     pub(super) actions: Vec<SignalAction>,
     layout: Option<Layout>,
+    /// Lowest descriptor number the table has no room for.
+    table_room: i32,
     exe: Option<HostPath>,
 }
 
@@ -89,6 +91,7 @@ impl Body {
         exe: Option<BorrowedFd<'_>>,
     ) -> GhostResult<()> {
         self.dress_threads(live)?;
+        self.make_room(live)?;
         if self.dressed.actions != live.signal_actions {
             self.set_actions(&live.signal_actions)?;
             self.dressed.actions.clone_from(&live.signal_actions);
@@ -119,6 +122,25 @@ impl Body {
                 None => self.dressed.threads.push(wanted),
             }
         }
+        Ok(())
+    }
+
+    /// Growing the descriptor table of a process with several threads takes the kernel
+    /// milliseconds (it waits for all processors to let go of the old one).
+    fn make_room(&mut self, live: &LiveProcess) -> GhostResult<()> {
+        let last = live.descriptors.iter().map(|descriptor| descriptor.fd).max().unwrap_or(0);
+        // The tool may have to move behind the last.
+        let needed = last + 1;
+        if needed < self.dressed.table_room || needed <= TOOLS[1] {
+            return Ok(());
+        }
+        let mut batch = self.batch();
+        let flags = libc::O_CLOEXEC as u64;
+        let arguments = [TOOLS[0] as u64, needed as u64, flags];
+        batch.must("grow descriptor table", libc::SYS_dup3, &arguments);
+        batch.must("close descriptor", libc::SYS_close, &[needed as u64]);
+        batch.run()?;
+        self.dressed.table_room = needed + 1;
         Ok(())
     }
 

@@ -75,9 +75,8 @@ impl Ghost {
         steps: &[RemoteStep],
     ) -> GhostResult<Finalised> {
         let mut clock = Clock { last: Instant::now(), parts: Vec::new() };
-        self.init().set_names(&image.names.0, &image.names.1)?;
         self.init().set_last_pid(image.last_pid)?;
-        clock.part("names");
+        clock.part("last pid");
         for (pid, live) in living(image) {
             let body = self.body(pid)?;
             body.place_descriptors(&live.descriptors, files).map_err(GhostError::at(pid))?;

@@ -60,6 +60,7 @@ pub struct Ghost {
     namespaces: GuestNamespaces,
     bodies: BTreeMap<GuestPid, Body>,
     sources: SourceSet,
+    names: (String, String),
     replicated: Vec<String>,
     /// A full transfer is under way: what has arrived is not to be emptied again.
     full: bool,
@@ -108,6 +109,7 @@ impl Ghost {
             namespaces,
             bodies: BTreeMap::new(),
             sources: SourceSet::default(),
+            names: Default::default(),
             replicated: config.replicated,
             full: false,
             image: None,
@@ -215,6 +217,10 @@ impl Ghost {
     }
 
     fn take_on(&mut self, checkpoint: &Checkpoint) -> GhostResult<()> {
+        if self.names != checkpoint.names {
+            self.init().set_names(&checkpoint.names.0, &checkpoint.names.1)?;
+            self.names.clone_from(&checkpoint.names);
+        }
         self.sync_tree(checkpoint)?;
         self.sources.sync_shared(&checkpoint.shared, self.full, &self.namespaces)?;
         let changed = checkpoint.spaces.iter().filter(|space| self.differs(space));

@@ -3,7 +3,7 @@
 use hotspare_image::tree::{Credentials, GuestPid, LiveProcess, Restart, Scheduling, Thread};
 use hotspare_kernel::ptrace::{self, HostPid, Registers, Stop, Waited, Whose, reg};
 use hotspare_kernel::remote::{self, Stub};
-use hotspare_kernel::thread_info;
+use hotspare_kernel::{spawn, thread_info};
 
 use super::attributes::{is_from_timer, number_of, siginfo};
 use super::body::Body;
@@ -26,12 +26,8 @@ const LAST_CAPABILITY: u64 = 40;
 const RESTART_BLOCK: i64 = -516;
 
 impl Body {
-    /// What of a thread needs privilege to set, or takes it away: scheduling, filters,
-    /// credentials.
+    /// What of a thread needs privilege to set, or takes it away: filters, credentials.
     pub(super) fn dress_thread(&self, host: HostPid, thread: &Thread) -> GhostResult<()> {
-        let mut batch = self.hands.batch(host);
-        schedule(&mut batch, host, &thread.scheduling)?;
-        batch.run()?;
         self.install_filters(host, thread)?;
         let mut batch = self.hands.batch(host);
         let (own, wanted) = (&self.credentials, &thread.credentials);
@@ -222,7 +218,7 @@ impl Body {
         if thread.seccomp.mode != 0 {
             ptrace::suspend_seccomp(host, false)?;
         }
-        Ok(())
+        schedule(host, &thread.scheduling)
     }
 
     /// Puts the process, whose stub is gone, into a job-control stop by `signal`. Its threads
@@ -262,28 +258,20 @@ impl Body {
     }
 }
 
-fn schedule(batch: &mut Batch<'_>, host: HostPid, wanted: &Scheduling) -> GhostResult<()> {
-    let (policy, priority, nice, reset_on_fork) = thread_info::scheduling(host)?;
-    if (policy, priority, reset_on_fork) != (wanted.policy, wanted.priority, wanted.reset_on_fork) {
-        let policy = u64::from(wanted.policy) << 32 | 56;
-        let flags = u64::from(wanted.reset_on_fork);
-        let level = u64::from(wanted.nice as u32) | u64::from(wanted.priority) << 32;
-        let attributes = batch.words(&[policy, flags, level, 0, 0, 0, 0]);
-        let arguments = [0, attributes, 0];
-        batch.must("set scheduling", libc::SYS_sched_setattr, &arguments);
+/// From outside: a thread with little of the processor would make our calls slowly.
+fn schedule(host: HostPid, wanted: &Scheduling) -> GhostResult<()> {
+    let Scheduling { policy, priority, nice, reset_on_fork, .. } = *wanted;
+    if thread_info::scheduling(host)? != (policy, priority, nice, reset_on_fork) {
+        spawn::set_scheduling(host, policy, priority, nice, reset_on_fork)?;
     }
-    if nice != wanted.nice {
-        // sched_setattr(2) leaves it alone under SCHED_IDLE and the real-time policies.
-        let arguments = [0, 0, wanted.nice as i64 as u64];
-        batch.must("set niceness", libc::SYS_setpriority, &arguments);
+    if wanted.affinity.is_empty() {
+        return Ok(());
     }
-    if !wanted.affinity.is_empty() {
-        let mask = batch.words(&wanted.affinity);
-        let bytes = wanted.affinity.len() as u64 * 8;
-        // The spare may have fewer processors: then all it has.
-        batch.may(libc::SYS_sched_setaffinity, &[0, bytes, mask]);
+    match spawn::set_affinity(host, &wanted.affinity) {
+        // This host has none of those processors: then all it has.
+        Err(error) if error.errno() == Some(libc::EINVAL) => Ok(()),
+        other => Ok(other?),
     }
-    Ok(())
 }
 
 /// Credentials in the one order that works: identities while we may still change them, sets,
