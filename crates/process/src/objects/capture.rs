@@ -32,7 +32,7 @@ use super::{
 };
 
 /// A memfd that is open in the guest, for whoever carries its bytes.
-#[derive(Debug, PartialEq)]
+#[derive(Debug)]
 pub struct MemfdSeen {
     /// Its name.
     pub object: SharedId,
@@ -42,6 +42,8 @@ pub struct MemfdSeen {
     pub bytes: u64,
     /// A descriptor of it: process and number on the host.
     pub place: Place,
+    /// For one that is open in a socket's queue only, that descriptor, which is ours.
+    pub ours: Option<OwnedFd>,
 }
 
 /// Names shared memory by device and inode number: equal names in all checkpoints of a guest.
@@ -418,9 +420,14 @@ impl<'a> Session<'a> {
         let image = memfd::capture(object, seen.header.position);
         if !self.memfds.iter().any(|known| known.object == object) {
             let (kind, bytes) = memfd::memory(&seen.known, file.as_fd())?;
-            let place = self.place(index);
+            let ours = match &file {
+                Duplicate::Made(_) => None,
+                Duplicate::Had(_) => Some(self.owned_duplicate(index)?),
+            };
+            let own_place = |file: &OwnedFd| (super::own_pid(), file.as_raw_fd());
+            let place = ours.as_ref().map_or_else(|| self.place(index), own_place);
             drop(file);
-            self.memfds.push(MemfdSeen { object, kind, bytes, place });
+            self.memfds.push(MemfdSeen { object, kind, bytes, place, ours });
         }
         Ok(image)
     }

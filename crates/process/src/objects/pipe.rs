@@ -32,16 +32,15 @@ pub fn capture(
     end: BorrowedFd<'_>,
     rules: &FileRules,
 ) -> ObjectResult<PipeEnd> {
-    let fifo = (known.class == Class::Fifo).then(|| HostPath(known.path.clone()));
-    if let Some(path) = &fifo {
-        if known.deleted {
-            return Err(ObjectError::refused(&path.0, "an open FIFO was deleted"));
-        }
-        if rules.standing(&path.0) == Standing::Compared {
-            let reason = "a FIFO must lie in a directory named with --files replicate:DIR or \
-                --files shared:DIR";
-            return Err(ObjectError::refused(&path.0, reason));
-        }
+    // A FIFO that has lost its name is as good as a pipe that never had one.
+    let named = known.class == Class::Fifo && !known.deleted;
+    let fifo = named.then(|| HostPath(known.path.clone()));
+    if let Some(path) = &fifo
+        && rules.standing(&path.0) == Standing::Compared
+    {
+        let reason = "a FIFO must lie in a directory named with --files replicate:DIR or \
+            --files shared:DIR";
+        return Err(ObjectError::refused(&path.0, reason));
     }
     let capacity_bytes = descriptor::pipe_capacity(end)?;
     Ok(PipeEnd { pipe: header.inode, fifo, capacity_bytes, contents: None })
