@@ -11,6 +11,7 @@ use crate::error::{KernelError, Result, check};
 
 const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
 const UFFDIO_REGISTER: libc::c_ulong = 0xc020_aa00;
+const UFFDIO_WRITEPROTECT: libc::c_ulong = 0xc018_aa06;
 
 /// Features the capture needs: resolve write faults in the kernel, and protect pages that are not
 /// there yet, and memory that is not anonymous.
@@ -43,6 +44,24 @@ impl WriteTracker {
         // SAFETY: `register` is the structure UFFDIO_REGISTER reads and writes.
         let done = unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_REGISTER, &raw mut register) };
         check("register memory for write tracking", done.into()).map(drop)
+    }
+
+    /// Takes the write protection off every page of `[start, end)`, which must be registered, so
+    /// that each counts as written until it is armed.
+    ///
+    /// Registering leaves the marks of an earlier registration in the page table. mremap(2) can
+    /// end a registration and keep them: a registered mapping that is moved next to another one
+    /// and joins it ends the registration of both. A page that became writable without tracking
+    /// and still has its mark would look unwritten for good.
+    pub fn unprotect(&self, start: u64, end: u64) -> Result<()> {
+        let mut protect = raw::uffdio_writeprotect {
+            range: raw::uffdio_range { start, len: end - start },
+            mode: 0,
+        };
+        // SAFETY: `protect` is the structure UFFDIO_WRITEPROTECT reads.
+        let done =
+            unsafe { libc::ioctl(self.0.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut protect) };
+        check("take write protection off", done.into()).map(drop)
     }
 }
 

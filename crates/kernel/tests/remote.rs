@@ -113,3 +113,48 @@ fn a_write_is_seen_once_and_a_discard_is_seen_as_a_hole() {
     stub.run(tid, 0, &mut [discard]).expect("runs");
     assert_eq!(scan(base), (Scanned::Complete, vec![(8192, 12288, written)]));
 }
+
+#[test]
+fn a_mark_left_from_an_ended_registration_hides_no_write() {
+    let sleeper = Sleeper::stopped();
+    let tid = sleeper.1;
+    let stub = sleeper.inject();
+    let rw = (libc::PROT_READ | libc::PROT_WRITE) as u64;
+    let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64;
+    let mut calls = [
+        Call::new(libc::SYS_userfaultfd, &[libc::O_CLOEXEC as u64]),
+        Call::new(libc::SYS_mmap, &[0, 16 * 4096, rw, flags, u64::MAX, 0]),
+    ];
+    stub.run(tid, 0, &mut calls).expect("runs");
+    let uffd = calls[0].value("create userfaultfd").expect("creates");
+    let base = calls[1].value("map").expect("maps");
+    let pidfd = pidfd::open(tid).expect("opens pidfd");
+    let fd = pidfd::get_fd(pidfd.as_fd(), uffd as i32).expect("fetches");
+    let tracker = WriteTracker::new(fd).expect("switches on");
+    let mut map = Pagemap::open(tid).expect("opens pagemap");
+    let report = category::PRESENT | category::WRITTEN;
+    let query = Query { any_of: category::PRESENT, report, rearm: true, ..Query::default() };
+    let mut scan = |start, end| {
+        let mut found = Vec::new();
+        let how = map.scan(start, end, query, &mut found).expect("scans");
+        (how, found.iter().map(|r| (r.start - base, r.end - base, r.categories)).collect())
+    };
+    let write = |byte| memory::write(tid, &[(base, 4096)], &[byte; 4096]).expect("writes");
+    let (hole, last, end) = (base + 4 * 4096, base + 12 * 4096, base + 16 * 4096);
+    stub.run(tid, 0, &mut [Call::new(libc::SYS_munmap, &[hole, last - hole])]).expect("runs");
+    tracker.register(base, hole).expect("registers");
+    tracker.register(last, end).expect("registers");
+    write(1);
+    assert_eq!(scan(base, hole), (Scanned::Complete, vec![(0, 4096, report)]));
+    // What moves here joins its neighbour, and both lose their registration, not their marks.
+    let how = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as u64;
+    let mut moves = [Call::new(libc::SYS_mremap, &[last, end - last, end - last, how, hole])];
+    stub.run(tid, 0, &mut moves).expect("runs");
+    assert_eq!(moves[0].value("move").expect("moves"), hole);
+    write(2);
+    tracker.register(base, hole).expect("registers");
+    tracker.unprotect(base, hole).expect("takes marks off");
+    assert_eq!(scan(base, hole), (Scanned::Complete, vec![(0, 4096, report)]));
+    write(3);
+    assert_eq!(scan(base, hole), (Scanned::Complete, vec![(0, 4096, report)]));
+}

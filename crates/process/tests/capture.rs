@@ -215,3 +215,37 @@ fn children_that_come_and_go_do_not_disturb_the_capture() {
     assert!(compared > 0, "no page compared");
     end(guest);
 }
+
+/// Waits until a page is tracked, moves an untouched mapping next to it, which ends the tracking of
+/// both, and writes to the page forever.
+const JOIN: &str = r#"
+import ctypes
+libc = ctypes.CDLL(None)
+for call in (libc.mmap, libc.mremap):
+    call.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.mremap.argtypes = [ctypes.c_void_p] + [ctypes.c_size_t] * 2 + [ctypes.c_int, ctypes.c_void_p]
+P = 4096
+a = libc.mmap(None, 16 * P, 3, 0x22, -1, 0)
+libc.munmap(a + 4 * P, 8 * P)
+ctypes.memset(a, 1, 4 * P)
+pages = open("/proc/self/pagemap", "rb", 0)
+tracked = False
+while not tracked:
+    pages.seek(a // P * 8)
+    tracked = int.from_bytes(pages.read(8), "little") >> 57 & 1
+assert libc.mremap(a + 12 * P, 4 * P, 4 * P, 3, a + 4 * P) == a + 4 * P
+n = 0
+while True:
+    n += 1
+    ctypes.memset(a + n % 4 * P, n // 4 % 255 + 1, 8)
+"#;
+
+#[test]
+fn a_mapping_that_loses_its_tracking_by_a_move_next_to_it_loses_no_write() {
+    let mut guest = begin(&format!("exec /usr/bin/python3 -c '{JOIN}'"));
+    let compared = compare_checkpoints(&mut guest, 60);
+    assert!(compared > 0 && guest.is_alive(), "{compared} pages compared");
+    end(guest);
+}

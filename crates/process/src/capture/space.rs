@@ -9,8 +9,9 @@
 //! copying may go on while the guest runs; what is copied from a stopped guest is final.
 //!
 //! A mapping that is not registered is *fresh*: made since the last scan, even if one of the same
-//! shape stood there before. Everything in it counts as written. Pages that were there at the last
-//! scan and are not any more were discarded.
+//! shape stood there before. Everything in it counts as written, whatever marks of an earlier
+//! registration its page table still has. Pages that were there at the last scan and are not any
+//! more were discarded.
 
 use hotspare_image::memory::{GuestRange, MmId, PAGE_BYTES, PageOwner};
 use hotspare_kernel::HostPid;
@@ -203,18 +204,19 @@ impl Space {
             Tracked::Shared if !self.stopped => Ok(()),
             Tracked::Shared => self.scan_shared(line, &mut found.regions),
             Tracked::Private { file } => {
-                let fresh = self.scan_private(line, file, &mut found.regions)?;
-                found.take_regions(fresh || suspect);
+                let fresh = self.scan_private(line, file, suspect, &mut found.regions)?;
+                found.take_regions(fresh);
                 Ok(())
             }
         }
     }
 
-    /// Scans a private mapping into `regions`; true if it was fresh.
+    /// Scans a private mapping into `regions`; true if it was fresh, as a suspect one always is.
     fn scan_private(
         &mut self,
         line: &MapLine,
         file: bool,
+        suspect: bool,
         regions: &mut Vec<Region>,
     ) -> ObjectResult<bool> {
         let mut query = Query {
@@ -228,11 +230,12 @@ impl Space {
             query.inverted = category::FILE;
         }
         regions.clear();
-        match self.pagemap.scan(line.start, line.end, query, regions)? {
-            Scanned::Complete => return Ok(false),
-            Scanned::NotTracked(_) => {}
+        let known = !suspect
+            && self.pagemap.scan(line.start, line.end, query, regions)? == Scanned::Complete;
+        if known {
+            return Ok(false);
         }
-        let registered = self.tracker.register(line.start, line.end);
+        let registered = self.register(line);
         self.registered(line, registered)?;
         self.discards.push(GuestRange::new(line.start, line.end));
         regions.clear();
@@ -256,7 +259,7 @@ impl Space {
         };
         regions.clear();
         if let Scanned::NotTracked(_) = self.pagemap.scan(line.start, line.end, query, regions)? {
-            match self.tracker.register(line.start, line.end) {
+            match self.register(line) {
                 // Opened or sealed so that nobody can write through this mapping.
                 Err(error) if error.errno() == Some(libc::EPERM) => return Ok(()),
                 registered => self.registered(line, registered)?,
@@ -267,6 +270,12 @@ impl Space {
         let found = regions.iter().map(|region| GuestRange::new(region.start, region.end));
         self.shared_written.extend(found);
         Ok(())
+    }
+
+    /// Begins to track a mapping, in which every page counts as written then.
+    fn register(&self, line: &MapLine) -> hotspare_kernel::Result<()> {
+        self.tracker.register(line.start, line.end)?;
+        self.tracker.unprotect(line.start, line.end)
     }
 
     fn registered(
