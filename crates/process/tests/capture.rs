@@ -17,6 +17,7 @@ use hotspare_process::objects::error::ObjectError;
 use hotspare_process::pages::{Content, PageRun};
 
 /// A program that waits for a line before it begins, so that it can be seized first.
+#[expect(clippy::zombie_processes, reason = "whoever traces it reaps it")]
 fn begin(script: &str) -> Guest {
     let mut child = Command::new("sh")
         .args(["-c", &format!("read go; {script}")])

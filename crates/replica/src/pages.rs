@@ -320,8 +320,8 @@ fn check(page: &[u8]) -> [u8; 4] {
 pub enum Content<'a> {
     /// This many zero pages.
     Zero(u32),
-    /// This many pages have nothing of their own any more (`MADV_DONTNEED`, or mapped anew): back to
-    /// zero, or to the file's content in a private file mapping.
+    /// This many pages have nothing of their own any more (`MADV_DONTNEED`, or mapped anew): back
+    /// to zero, or to the file's content in a private file mapping.
     Discard(u32),
     /// Whole pages, one after another.
     Bytes(&'a [u8]),

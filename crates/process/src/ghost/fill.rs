@@ -152,12 +152,12 @@ impl Gathered {
 /// Checks what the stream promised: whole pages at page addresses that do not wrap.
 pub(super) fn check(run: &PageRun) -> GhostResult<()> {
     let whole = match &run.content {
-        Content::Bytes(bytes) => bytes.len() as u64 % PAGE_BYTES == 0,
+        Content::Bytes(bytes) => (bytes.len() as u64).is_multiple_of(PAGE_BYTES),
         Content::Zero(_) | Content::Discard(_) => true,
     };
     let bytes = run.pages().checked_mul(PAGE_BYTES);
     let end = bytes.and_then(|bytes| run.start.checked_add(bytes));
-    if whole && run.start % PAGE_BYTES == 0 && end.is_some() {
+    if whole && run.start.is_multiple_of(PAGE_BYTES) && end.is_some() {
         return Ok(());
     }
     Err(GhostError::Image(format!("pages at {:#x}", run.start)))

@@ -28,8 +28,8 @@ pub struct Primary {
     pub init: Init,
     pub guest: Guest,
     pub output: BufReader<File>,
-    // The input stays open without a byte, unless a scene writes to it.
-    pub input: File,
+    // The input stays open without a byte.
+    _input: File,
     descriptors: DescriptorCapture,
     sockets: SocketCapture,
 }
@@ -69,7 +69,7 @@ impl Primary {
             init,
             guest,
             output: BufReader::new(outer.output.into()),
-            input: outer.input.into(),
+            _input: outer.input.into(),
             descriptors: DescriptorCapture::new(rules, outside(outer.inner)),
             sockets: SocketCapture::open(net.as_fd()).expect("opens diagnostics"),
         }
