@@ -66,6 +66,10 @@ impl ObjectError {
     pub fn at(self, pid: GuestPid, fd: i32) -> Self {
         match self {
             Self::At { .. } => self,
+            // Stays what it is: whoever takes checkpoints tries again.
+            Self::Transient { what, reason } => {
+                Self::Transient { what: format!("process {pid}, descriptor {fd}: {what}"), reason }
+            }
             source => Self::At { pid, fd, source: Box::new(source) },
         }
     }

@@ -5,7 +5,7 @@
 //! restore:             (other files) ── restore ── address up ── go_live ── resume
 //! ```
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd};
 
 use hotspare_image::objects::{FileId, Object, OpenFile};
@@ -255,11 +255,32 @@ pub fn go_live(files: &[OpenFile], made: &Made) -> ObjectResult<()> {
         return Ok(());
     }
     let sender = SegmentSender::open()?;
+    let mut sockets = Vec::new();
     for (id, image) in &kinds.tcp {
         let missing = || ObjectError::Image(format!("open file {id} is missing"));
-        let fd = made.get(id).ok_or_else(missing)?;
-        tcp::go_live(image, fd.as_fd(), &sender)?;
+        sockets.push((*image, made.get(id).ok_or_else(missing)?.as_fd()));
     }
+    let ends: HashSet<_> = kinds.tcp.iter().filter_map(|(_, s)| tcp::addresses(s)).collect();
+    let paired = |image: &TcpSocket| {
+        tcp::addresses(image).is_some_and(|(local, remote)| ends.contains(&(remote, local)))
+    };
+    // Before anyone speaks: who spoke to nobody would be reset.
+    let abandoned = sockets.iter().filter(|(image, _)| !paired(image));
+    let abandoned = abandoned.filter_map(|(image, _)| tcp::abandoned_peer(image));
+    let abandoned = abandoned.map(|peer| Ok((tcp::restore(&peer, 0)?, peer)));
+    let abandoned = abandoned.collect::<ObjectResult<Vec<_>>>()?;
+    for (image, fd) in &sockets {
+        tcp::go_live(image, *fd)?;
+    }
+    for (fd, peer) in &abandoned {
+        tcp::go_live(peer, fd.as_fd())?;
+    }
+    for (image, fd) in &sockets {
+        // A peer inside the guest says its own goodbye.
+        let inside = tcp::abandoned_peer(image).is_some();
+        tcp::say_goodbye(image, *fd, Some(&sender).filter(|_| !inside))?;
+    }
+    drop(abandoned);
     for (_, image) in &kinds.udp {
         udp::go_live(image, &sender);
     }

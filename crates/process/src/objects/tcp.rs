@@ -486,8 +486,8 @@ fn fill_unread(repair: &Repair<'_>, fd: BorrowedFd<'_>, mut bytes: &[u8]) -> Obj
 /// Lets a restored socket go: it answers its peer from now on, and sends what was queued.
 ///
 /// To be called when the service address is there, before the guest runs. Other states than
-/// connections need nothing.
-pub fn go_live(image: &TcpSocket, fd: BorrowedFd<'_>, sender: &SegmentSender) -> ObjectResult<()> {
+/// connections need nothing. [`say_goodbye`] comes when all connections are live.
+pub fn go_live(image: &TcpSocket, fd: BorrowedFd<'_>) -> ObjectResult<()> {
     let TcpState::Connected(connection) = &image.state else { return Ok(()) };
     let outgoing = [&connection.sent[..], &connection.unsent[..]].concat();
     if !outgoing.is_empty() {
@@ -504,8 +504,18 @@ pub fn go_live(image: &TcpSocket, fd: BorrowedFd<'_>, sender: &SegmentSender) ->
         let taken = socket::send(fd, rest, libc::MSG_DONTWAIT);
         rest = &rest[taken.map_err(ObjectError::kernel("refill send queue"))?..];
     }
-    finish_options(fd, image)?;
-    if peer_closed(connection.kernel_state) {
+    finish_options(fd, image)
+}
+
+/// Closes again what was closed: the peer's direction if `sender` is to say it for the peer, and
+/// the guest's.
+pub fn say_goodbye(
+    image: &TcpSocket,
+    fd: BorrowedFd<'_>,
+    sender: Option<&SegmentSender>,
+) -> ObjectResult<()> {
+    let TcpState::Connected(connection) = &image.state else { return Ok(()) };
+    if let Some(sender) = sender.filter(|_| peer_closed(connection.kernel_state)) {
         repeat_peer_fin(image, connection, sender)?;
     }
     if guest_closed(connection.kernel_state) {
@@ -535,6 +545,38 @@ fn repeat_peer_fin(
     };
     sender.send(&segment).map_err(ObjectError::kernel("repeat the peer's FIN"))?;
     Ok(())
+}
+
+/// The other end of a half-closed connection whose owner in the guest is gone: the kernel kept it
+/// to the end, in no descriptor. `None` where the peer is on another host.
+pub fn abandoned_peer(image: &TcpSocket) -> Option<TcpSocket> {
+    let TcpState::Connected(connection) = &image.state else { return None };
+    let (local, remote) = addresses(image)?;
+    let inside = remote.ip().is_loopback() || remote.ip() == local.ip();
+    if !inside || !peer_closed(connection.kernel_state) {
+        return None;
+    }
+    let numbers = Numbers::of(connection);
+    let [_, send, send_max, receive, _] = connection.window;
+    let mirrored = TcpConnection {
+        remote: image.local.clone()?,
+        kernel_state: state::ESTABLISHED,
+        send_unacknowledged: numbers.receive,
+        receive_next: numbers.send,
+        mss_clamp: connection.mss_clamp,
+        window_scales: connection.window_scales.map(|(theirs, ours)| (ours, theirs)),
+        sack: connection.sack,
+        timestamp: connection.timestamp,
+        window: [numbers.send, receive, receive.max(send_max), send.max(1), numbers.send],
+        ..TcpConnection::default()
+    };
+    Some(TcpSocket {
+        inode: 0,
+        family: image.family,
+        local: Some(connection.remote.clone()),
+        state: TcpState::Connected(Box::new(mirrored)),
+        options: Vec::new(),
+    })
 }
 
 /// Local and remote address of a connection, alive or lost.

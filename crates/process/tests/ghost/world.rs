@@ -13,13 +13,14 @@ use hotspare_kernel::{HostPid, pidfd};
 use hotspare_process::capture::{Captured, CheckpointRules};
 use hotspare_process::ghost::{Ghost, GhostConfig, clock_offsets};
 use hotspare_process::guest::Guest;
-use hotspare_process::init::{FirstProgram, Init, InitConfig, WritablePath};
+use hotspare_process::init::{FirstProgram, GuestNamespaces, Init, InitConfig, WritablePath};
 use hotspare_process::objects::capture::DescriptorCapture;
 use hotspare_process::objects::error::ObjectError;
+use hotspare_process::objects::ipc::{self, IpcCapture};
 use hotspare_process::objects::outside::OutsideDescriptor;
 use hotspare_process::objects::restore::{self, GhostParts, RestoreContext, Restored, restore_all};
 use hotspare_process::objects::rules::{FileRules, Standing};
-use hotspare_process::objects::socket::SocketCapture;
+use hotspare_process::objects::socket::{self, SocketCapture};
 use hotspare_process::objects::table::GuestProcess;
 use hotspare_process::pages::PageRun;
 
@@ -32,6 +33,7 @@ pub struct Primary {
     _input: File,
     descriptors: DescriptorCapture,
     sockets: SocketCapture,
+    ipc: IpcCapture,
 }
 
 fn pipe() -> (OwnedFd, OwnedFd) {
@@ -64,7 +66,7 @@ impl Primary {
     }
 
     fn new(init: Init, guest: Guest, outer: Outer, rules: FileRules) -> Self {
-        let net = init.namespaces().expect("opens namespaces").net;
+        let GuestNamespaces { net, ipc, .. } = init.namespaces().expect("opens namespaces");
         Self {
             init,
             guest,
@@ -72,6 +74,7 @@ impl Primary {
             _input: outer.input.into(),
             descriptors: DescriptorCapture::new(rules, outside(outer.inner)),
             sockets: SocketCapture::open(net.as_fd()).expect("opens diagnostics"),
+            ipc: IpcCapture::open(ipc.into()).expect("opens lists"),
         }
     }
 
@@ -112,7 +115,9 @@ impl Primary {
         }
         self.guest.refresh_flags()?;
         let (descriptors, sockets) = (&mut self.descriptors, &mut self.sockets);
+        let ipc = &mut self.ipc;
         let mut objects = |guest: &Guest, checkpoint: &mut Checkpoint| {
+            checkpoint.ipc = ipc.capture()?.ipc;
             take_descriptors(guest, checkpoint, descriptors, sockets)
         };
         let mut rules = CheckpointRules { objects: &mut objects };
@@ -270,8 +275,13 @@ impl Spare {
     pub fn take_over(mut self) -> Primary {
         let image = self.ghost.image().expect("has a checkpoint").clone();
         let outer = Outer::new();
+        let namespaces = self.ghost.namespaces();
+        ipc::restore_in(&image.ipc, namespaces.ipc.as_fd()).expect("restores queues");
         let restored = self.restore(&image, &outer);
         let finalised = self.ghost.finalise(&restored.files, &restored.steps).expect("finalises");
+        let live = || socket::go_live(&image.files, &restored.files);
+        let live = self.ghost.namespaces().run(live).expect("enters the namespaces");
+        live.expect("goes live");
         drop(restored);
         let released = self.ghost.release(finalised).expect("releases");
         let hosts: Vec<HostPid> = released.threads.iter().map(|thread| thread.host).collect();

@@ -89,7 +89,8 @@ impl Stage {
             let before = before();
             let sender = SegmentSender::open().expect("raw sockets");
             for (image, socket) in images.iter().zip(&restored) {
-                tcp::go_live(image, socket.as_fd(), &sender).expect("go live");
+                tcp::go_live(image, socket.as_fd()).expect("go live");
+                tcp::say_goodbye(image, socket.as_fd(), Some(&sender)).expect("say goodbye");
             }
             (restored, before)
         })
