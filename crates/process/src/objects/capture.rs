@@ -24,7 +24,7 @@ use super::inotify::WatchPaths;
 use super::outside::OutsideDescriptor;
 use super::rules::FileRules;
 use super::socket::{self, SocketCapture};
-use super::table::{self, GuestProcess, Row, Rows, Tables};
+use super::table::{self, GuestProcess, Row, Rows, StandIn, Tables};
 use super::unix::GuestView;
 use super::{
     device, directory, epoll, eventfd, inotify, memfd, mqueue, outside, pidfd, pipe, proc_file,
@@ -99,6 +99,8 @@ impl DescriptorCapture {
         name_shared: NameShared<'_>,
     ) -> ObjectResult<Captured> {
         sockets.begin_epoch();
+        let stand_ins = self.stand_ins(processes)?;
+        let processes = &through(processes, &stand_ins);
         let (mut session, members) = Session::begin(self, processes)?;
         session.name_all(members, &mut Err)?;
         session.take_all(name_shared, &mut Err)?;
@@ -129,6 +131,8 @@ impl DescriptorCapture {
             Ok(())
         };
         let name_shared: NameShared<'_> = &mut |_, inode| SharedId(inode);
+        let stand_ins = self.stand_ins(processes)?;
+        let processes = &through(processes, &stand_ins);
         let (mut session, members) = Session::begin(self, processes)?;
         session.name_all(members, &mut note)?;
         session.take_all(name_shared, &mut note)?;
@@ -139,6 +143,24 @@ impl DescriptorCapture {
         }
         Ok(found)
     }
+}
+
+impl DescriptorCapture {
+    fn stand_ins(&self, processes: &[GuestProcess<'_>]) -> ObjectResult<Vec<Option<StandIn>>> {
+        processes.iter().map(|process| self.tables.stand_in(process)).collect()
+    }
+}
+
+/// The processes as they are looked at.
+fn through<'a>(
+    processes: &[GuestProcess<'a>],
+    stand_ins: &'a [Option<StandIn>],
+) -> Vec<GuestProcess<'a>> {
+    let each = processes.iter().zip(stand_ins).map(|(process, stand_in)| match stand_in {
+        Some((host, pidfd)) => GuestProcess { host: *host, pidfd: pidfd.as_fd(), ..*process },
+        None => *process,
+    });
+    each.collect()
 }
 
 /// An open file description.

@@ -35,7 +35,7 @@ use super::fdinfo::{self, Header};
 /// A process of the guest, stopped.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestProcess<'a> {
-    /// Its number on the host.
+    /// Its number on the host, or that of any of its threads with `pidfd` of the thread.
     pub host: HostPid,
     /// Its number in the guest.
     pub pid: GuestPid,
@@ -185,6 +185,7 @@ impl KnownTable {
     }
 }
 
+const PIDFD_THREAD: i32 = libc::PIDFD_THREAD as i32;
 const READ_BYTES: usize = 1024;
 
 /// Reads one descriptor; whether it is open.
@@ -293,7 +294,39 @@ impl Tables {
     }
 }
 
+/// A thread that stands for its process, and a pidfd of it.
+pub type StandIn = (HostPid, OwnedFd);
+
 impl Tables {
+    /// A thread to look through where the leader of `process` has ended while others go on: the
+    /// kernel shows no descriptors of an ended thread, and takes none from it.
+    pub fn stand_in(&self, process: &GuestProcess<'_>) -> ObjectResult<Option<StandIn>> {
+        let host = process.host;
+        let open = match self.processes.get(&host) {
+            Some(table) => descriptor::stat(table.numbers())?,
+            None => {
+                let path = CString::new(format!("/proc/{host}/fd")).expect("digits");
+                descriptor::stat_at(super::working_directory(), &path, false)?
+            }
+        };
+        if open.bytes != 0 {
+            return Ok(None);
+        }
+        let threads = format!("/proc/{host}/task");
+        let threads = std::fs::read_dir(threads).map_err(KernelError::io("list threads"))?;
+        for thread in threads {
+            let name = thread.map_err(KernelError::io("list threads"))?.file_name();
+            let Some(thread) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
+            let thread = HostPid(thread);
+            let path = CString::new(format!("/proc/{thread}/fd")).expect("digits");
+            let open = descriptor::stat_at(super::working_directory(), &path, false);
+            if thread != host && open.is_ok_and(|open| open.bytes != 0) {
+                return Ok(Some((thread, descriptor::pidfd(thread, PIDFD_THREAD)?)));
+            }
+        }
+        Ok(None)
+    }
+
     /// Refuses processes that share one table (`CLONE_FILES` without `CLONE_THREAD`): the image has
     /// a table for each. Only new processes are looked at, since tables are shared from birth.
     fn refuse_shared_tables(&self, processes: &[GuestProcess<'_>]) -> ObjectResult<()> {
