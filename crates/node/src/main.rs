@@ -1,3 +1,43 @@
-//! The `hotspare` program.
+//! The `hotspare` program: gives any Linux program a hot spare on a second host.
 #![forbid(unsafe_code)]
-fn main() {}
+
+mod agent;
+mod brain;
+mod cli;
+mod epoch;
+mod facts;
+mod link;
+mod mailbox;
+mod preflight;
+mod primary;
+mod report;
+mod settings;
+mod spare;
+mod takeover;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    // PID 1 of a guest: the same program under a hidden name, before anything else is set up.
+    let words: Vec<String> = std::env::args().skip(1).take(3).collect();
+    if let [command, socket, agent] = &words[..]
+        && command == "init"
+        && let (Ok(socket), Ok(agent)) = (socket.parse(), agent.parse())
+    {
+        let Err(error) = hotspare_process::init::main(socket, agent);
+        eprintln!("hotspare init: {error}");
+        return ExitCode::FAILURE;
+    }
+    let answer = hotspare_kernel::news::block_child_signals()
+        .map_err(anyhow::Error::from)
+        .and_then(|()| cli::run(cli::Cli::parse()));
+    match answer {
+        Ok(status) => ExitCode::from(status),
+        Err(error) => {
+            eprintln!("hotspare: {error:#}");
+            ExitCode::from(125)
+        }
+    }
+}

@@ -24,6 +24,7 @@ use hotspare_kernel::{HostPid, pidfd, proc_maps};
 use crate::guest::Guest;
 use crate::objects::error::{ObjectError, ObjectResult};
 use crate::pages::PageRun;
+use shared::SharedTable;
 use space::Space;
 
 pub use mappings::ProcessCache;
@@ -63,13 +64,6 @@ pub struct Captured {
 /// Without `UFFD_USER_MODE_ONLY` the call needs privilege, which the guest may have given up.
 /// Faults of the kernel are tracked all the same: nobody is asked about them (`WP_ASYNC`).
 const UFFD_FLAGS: u64 = libc::O_CLOEXEC as u64 | 1;
-
-/// Where a copy of everything has come to; see [`Guest::base`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BaseCursor {
-    pid: i32,
-    address: u64,
-}
 
 impl Guest {
     /// Whether some process has not been made ready yet.
@@ -174,31 +168,13 @@ impl Guest {
         self.shared.copy(bytes_max, runs)
     }
 
-    /// Copies the next `bytes_max` of everything, for a spare that starts from nothing. `None`
-    /// when all has been copied.
-    pub fn base(
-        &mut self,
-        cursor: BaseCursor,
-        bytes_max: u64,
-        runs: &mut Vec<PageRun>,
-    ) -> ObjectResult<Option<BaseCursor>> {
-        for (pid, process) in self.processes.range_mut(HostPid(cursor.pid)..) {
-            let from = if pid.0 == cursor.pid { cursor.address } else { 0 };
-            let Some(space) = process.space.as_mut() else { continue };
-            let Some(stretch) = space.base_stretch(from, bytes_max) else { continue };
-            passing(space.copy_base(stretch, runs))?;
-            return Ok(Some(BaseCursor { pid: pid.0, address: stretch.end.0 }));
-        }
-        Ok(None)
-    }
-
     /// Makes the next checkpoint describe everything as new, as a spare needs that starts from
-    /// nothing. If `only`, no other spare is there, and what is copied by [`Guest::base`] need not
-    /// travel as written pages too.
-    pub fn rewind(&mut self, only: bool) {
+    /// nothing: all pages wait to be copied again.
+    pub fn rewind(&mut self) {
+        self.unsent.clear();
         for process in self.processes.values_mut() {
             if let Some(space) = process.space.as_mut() {
-                space.rewind(only);
+                space.rewind();
             }
         }
         self.shared.rewind();
@@ -245,13 +221,14 @@ impl Guest {
         parts.threads = clock.lap();
         self.shared.begin_round();
         self.scan_stopped()?;
-        self.shared.scan(&mut self.unsent)?;
         parts.scan = clock.lap();
         if self.backlog_pages() > backlog_max {
             return Ok(None);
         }
         self.capture_objects(rules, &mut checkpoint)?;
         self.capture_spaces(&mut checkpoint)?;
+        self.shared.scan(&mut self.unsent)?;
+        checkpoint.shared = self.shared.describe();
         parts.objects = clock.lap();
         // Kept with the guest until the end: if something fails, the next attempt sends them.
         let mut runs = Vec::new();
@@ -305,15 +282,19 @@ impl Guest {
             let space = mappings::describe(process, &mut self.shared)?;
             checkpoint.spaces.push(space);
         }
-        checkpoint.shared = self.shared.describe();
         Ok(())
     }
 }
 
+/// Captures the descriptors of the stopped guest into the checkpoint, and tells the table of shared
+/// memory which of it descriptors lead to.
+pub type ObjectsOf<'a> =
+    &'a mut dyn FnMut(&Guest, &mut SharedTable, &mut Checkpoint) -> ObjectResult<()>;
+
 /// What the capture must know of the world around the guest.
 pub struct CheckpointRules<'a> {
     /// Captures descriptors; see `objects::table`.
-    pub objects: &'a mut dyn FnMut(&Guest, &mut Checkpoint) -> ObjectResult<()>,
+    pub objects: ObjectsOf<'a>,
 }
 
 /// Of a running guest, processes that went away meanwhile are no error.

@@ -115,24 +115,6 @@ impl Ranges {
             })
             .collect()
     }
-
-    /// The shortest stretch from `from` on that holds `bytes_max` of this set, or all that is
-    /// left.
-    pub fn stretch(&self, from: u64, bytes_max: u64) -> Option<(u64, u64)> {
-        let first = self.0.partition_point(|range| range.1 <= from);
-        let start = self.0.get(first)?.0.max(from);
-        let mut left = bytes_max;
-        let mut end = start;
-        for range in &self.0[first..] {
-            let low = range.0.max(from);
-            end = low + (range.1 - low).min(left);
-            left -= end - low;
-            if left == 0 {
-                break;
-            }
-        }
-        Some((start, end))
-    }
 }
 
 #[cfg(test)]
@@ -146,14 +128,6 @@ mod tests {
 
     fn members(ranges: &Ranges) -> std::collections::BTreeSet<u64> {
         ranges.iter().flat_map(|(start, end)| start..end).collect()
-    }
-
-    #[test]
-    fn a_stretch_counts_only_what_is_there() {
-        let some = set(&[(0, 10), (100, 120)]);
-        assert_eq!(some.stretch(5, 10), Some((5, 105)));
-        assert_eq!(some.stretch(110, 1000), Some((110, 120)));
-        assert_eq!(some.stretch(120, 1), None);
     }
 
     proptest! {

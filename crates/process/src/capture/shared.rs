@@ -15,14 +15,13 @@ use super::space::{Space, Tracked, split_zeroes, tracked};
 use crate::objects::error::{ObjectError, ObjectResult};
 use crate::pages::{Content, PageRun};
 
-/// Device and inode number: what the kernel knows a memory object by.
-pub type Inode = (u64, u64);
+/// Marks the names of SysV segments, whose inode numbers are their own.
+const SYSV: u64 = 1 << 63;
 
 /// All shared memory objects of a guest.
 #[derive(Debug, Default)]
 pub struct SharedTable {
-    objects: BTreeMap<Inode, Object>,
-    next: u64,
+    objects: BTreeMap<SharedId, Object>,
 }
 
 #[derive(Debug)]
@@ -49,31 +48,9 @@ impl SharedTable {
         self.objects.retain(|_, object| object.used);
     }
 
-    /// The object behind descriptor `file`, entered if it is new. `name` is its link text, such
-    /// as `/memfd:name (deleted)`.
-    pub fn note(&mut self, file: BorrowedFd<'_>, name: &str) -> ObjectResult<SharedId> {
-        let file = File::from(file.try_clone_to_owned().map_err(io("keep shared memory"))?);
-        let found = file.metadata().map_err(io("look at shared memory"))?;
-        let inode = (found.dev(), found.ino());
-        if let Some(object) = self.objects.get_mut(&inode) {
-            object.used = true;
-            return Ok(object.id);
-        }
-        let kind = kind_of(name, found.ino(), found.mode());
-        self.next += 1;
-        let id = SharedId(self.next);
-        let object = Object {
-            id,
-            kind,
-            file,
-            stamp: (0, 0, 0),
-            data: Ranges::default(),
-            backlog: Ranges::default(),
-            reset: true,
-            used: true,
-        };
-        self.objects.insert(inode, object);
-        Ok(id)
+    /// Name of the memfd or shared anonymous memory with inode number `inode`.
+    pub fn name_of(inode: u64) -> SharedId {
+        SharedId(inode)
     }
 
     /// A System V segment, which may have no mapping at this instant. `used`: somebody attached
@@ -84,39 +61,62 @@ impl SharedTable {
         kind: SharedKind,
         used: bool,
     ) -> ObjectResult<()> {
-        let id = self.note(file, "")?;
-        let found = self.objects.values_mut().find(|object| object.id == id);
-        if let Some(object) = found {
-            object.kind = kind;
-            if used {
-                object.stamp = (0, 0, 0);
-            }
+        let own = File::from(file.try_clone_to_owned().map_err(io("keep shared memory"))?);
+        let inode = own.metadata().map_err(io("look at shared memory"))?.ino();
+        let id = SharedId(inode | SYSV);
+        let made = Object::new(id, kind.clone(), own);
+        let object = self.objects.entry(id).or_insert(made);
+        (object.kind, object.used) = (kind, true);
+        if used {
+            object.stamp = (0, 0, 0);
         }
         Ok(())
     }
 
-    fn note_mapping(&mut self, pid: HostPid, line: &MapLine) -> ObjectResult<Inode> {
-        let path = format!("/proc/{pid}/map_files/{:x}-{:x}", line.start, line.end);
-        let found = std::fs::metadata(&path).map_err(io("look at a shared mapping"))?;
-        let inode = (found.dev(), found.ino());
-        match self.objects.get_mut(&inode) {
-            Some(object) => object.used = true,
+    /// Takes note of a memfd that descriptor `fd` of process `pid` leads to.
+    pub fn note_descriptor(
+        &mut self,
+        pid: HostPid,
+        fd: i32,
+        id: SharedId,
+        kind: SharedKind,
+    ) -> ObjectResult<()> {
+        match self.objects.get_mut(&id) {
+            Some(object) => {
+                object.used = true;
+                // Seals may have come since.
+                object.kind = kind;
+                Ok(())
+            }
             None => {
-                let options = File::options().read(true).write(true).open(&path);
-                let file = options.or_else(|_| File::open(&path));
-                let file = file.map_err(io("open a shared mapping"))?;
-                self.note(file.as_fd(), &line.name)?;
+                let file = open(&format!("/proc/{pid}/fd/{fd}"))?;
+                self.objects.insert(id, Object::new(id, kind, file));
+                Ok(())
             }
         }
-        Ok(inode)
+    }
+
+    fn note_mapping(&mut self, pid: HostPid, line: &MapLine) -> ObjectResult<SharedId> {
+        let sysv = line.name.starts_with("/SYSV");
+        let id = SharedId(line.inode | if sysv { SYSV } else { 0 });
+        match self.objects.get_mut(&id) {
+            Some(object) => object.used = true,
+            None => {
+                let path = format!("/proc/{pid}/map_files/{:x}-{:x}", line.start, line.end);
+                let file = open(&path)?;
+                let mode = file.metadata().map_err(io("look at shared memory"))?.mode();
+                let kind = kind_of(&line.name, line.inode, mode);
+                self.objects.insert(id, Object::new(id, kind, file));
+            }
+        }
+        Ok(id)
     }
 
     /// What stands behind a shared-memory mapping.
     pub fn backing(&mut self, pid: HostPid, line: &MapLine) -> ObjectResult<Backing> {
-        let inode = self.note_mapping(pid, line)?;
-        let object = &self.objects[&inode];
+        let object = self.note_mapping(pid, line)?;
         Ok(Backing::SharedMemory {
-            object: object.id,
+            object,
             offset: line.offset,
             private: !line.shared,
             writable: true,
@@ -127,8 +127,8 @@ impl SharedTable {
     pub fn take_written(&mut self, pid: HostPid, space: &mut Space) -> ObjectResult<()> {
         let written = std::mem::take(&mut space.shared_written);
         for line in space.lines.iter().filter(|line| tracked(line) == Tracked::Shared) {
-            let inode = self.note_mapping(pid, line)?;
-            let Some(object) = self.objects.get_mut(&inode) else { continue };
+            let id = self.note_mapping(pid, line)?;
+            let Some(object) = self.objects.get_mut(&id) else { continue };
             let inside =
                 written.iter().filter(|range| range.start.0 < line.end && line.start < range.end.0);
             let offsets = inside.map(|range| {
@@ -204,6 +204,19 @@ impl SharedTable {
 }
 
 impl Object {
+    fn new(id: SharedId, kind: SharedKind, file: File) -> Self {
+        Self {
+            id,
+            kind,
+            file,
+            stamp: (0, 0, 0),
+            data: Ranges::default(),
+            backlog: Ranges::default(),
+            reset: true,
+            used: true,
+        }
+    }
+
     fn read(&self, start: u64, length: usize, runs: &mut Vec<PageRun>) -> ObjectResult<()> {
         let mut bytes = vec![0u8; length];
         let mut done = 0;
@@ -219,6 +232,12 @@ impl Object {
         split_zeroes(PageOwner::Shared(self.id), start, &bytes, runs);
         Ok(())
     }
+}
+
+/// Opens shared memory through /proc; what may only be read is read.
+fn open(path: &str) -> ObjectResult<File> {
+    let both = File::options().read(true).write(true).open(path);
+    both.or_else(|_| File::open(path)).map_err(io("open shared memory"))
 }
 
 fn kind_of(name: &str, inode: u64, mode: u32) -> SharedKind {

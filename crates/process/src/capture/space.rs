@@ -132,14 +132,11 @@ impl Space {
         })
     }
 
-    /// Makes the next checkpoint describe the whole space as new. If `drop_backlog`, what waits to
-    /// be copied is left to [`Space::copy_base`].
-    pub fn rewind(&mut self, drop_backlog: bool) {
+    /// Makes the next checkpoint describe the whole space as new: all pages wait to be copied.
+    pub fn rewind(&mut self) {
         self.reset = true;
         self.discards.clear();
-        if drop_backlog {
-            self.backlog = Ranges::default();
-        }
+        self.backlog = self.backlog.with(&self.populated);
     }
 
     /// Pages found written and not copied yet.
@@ -317,22 +314,6 @@ impl Space {
             split_zeroes(owner, start, &bytes, runs);
         }
         Ok(())
-    }
-
-    /// Copies the pages of `range` that have content of their own and are still there, for a
-    /// spare that starts from nothing.
-    pub fn copy_base(&mut self, range: GuestRange, runs: &mut Vec<PageRun>) -> ObjectResult<()> {
-        let spans = self.populated.within(range.start.0, range.end.0);
-        for (start, bytes) in self.read_spans(&spans)? {
-            split_zeroes(PageOwner::Mm(self.id), start, &bytes, runs);
-        }
-        Ok(())
-    }
-
-    /// The next stretch of populated memory at or above `from`, at most `bytes_max` of pages.
-    pub fn base_stretch(&self, from: u64, bytes_max: u64) -> Option<GuestRange> {
-        let (start, end) = self.populated.stretch(from, bytes_max)?;
-        Some(GuestRange::new(start, end))
     }
 
     /// Reads whole spans; where a page refuses, the span is cut there and goes on behind it.

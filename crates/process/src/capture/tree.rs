@@ -267,11 +267,14 @@ fn clocks() -> ObjectResult<ClockReading> {
 impl Guest {
     /// Hands the stopped guest to the keeper of descriptors.
     pub(crate) fn capture_objects(
-        &self,
+        &mut self,
         rules: &mut CheckpointRules<'_>,
         checkpoint: &mut Checkpoint,
     ) -> ObjectResult<()> {
-        (rules.objects)(self, checkpoint)
+        let mut shared = std::mem::take(&mut self.shared);
+        let taken = (rules.objects)(self, &mut shared, checkpoint);
+        self.shared = shared;
+        taken
     }
 
     /// Reads mapping flags again where mappings changed; to be called while the guest runs.

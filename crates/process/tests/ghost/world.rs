@@ -10,6 +10,7 @@ use hotspare_image::Checkpoint;
 use hotspare_image::memory::SharedId;
 use hotspare_image::tree::{GuestPid, ProcessState};
 use hotspare_kernel::{HostPid, pidfd};
+use hotspare_process::capture::shared::SharedTable;
 use hotspare_process::capture::{Captured, CheckpointRules};
 use hotspare_process::ghost::{Ghost, GhostConfig, clock_offsets};
 use hotspare_process::guest::Guest;
@@ -116,9 +117,14 @@ impl Primary {
         self.guest.refresh_flags()?;
         let (descriptors, sockets) = (&mut self.descriptors, &mut self.sockets);
         let ipc = &mut self.ipc;
-        let mut objects = |guest: &Guest, checkpoint: &mut Checkpoint| {
-            checkpoint.ipc = ipc.capture()?.ipc;
-            take_descriptors(guest, checkpoint, descriptors, sockets)
+        let mut objects = |guest: &Guest, shared: &mut SharedTable, checkpoint: &mut Checkpoint| {
+            let taken = ipc.capture()?;
+            for segment in &taken.segments {
+                let kind = segment.kind.clone();
+                shared.note_segment(segment.file.as_fd(), kind, segment.used)?;
+            }
+            checkpoint.ipc = taken.ipc;
+            take_descriptors(guest, shared, checkpoint, descriptors, sockets)
         };
         let mut rules = CheckpointRules { objects: &mut objects };
         self.guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(()))
@@ -148,6 +154,7 @@ fn outside(standard: [OwnedFd; 3]) -> Vec<OutsideDescriptor> {
 
 fn take_descriptors(
     guest: &Guest,
+    shared: &mut SharedTable,
     checkpoint: &mut Checkpoint,
     descriptors: &mut DescriptorCapture,
     sockets: &mut SocketCapture,
@@ -163,8 +170,12 @@ fn take_descriptors(
         .iter()
         .map(|(host, pid, pidfd)| GuestProcess { host: *host, pid: *pid, pidfd: pidfd.as_fd() })
         .collect();
-    let mut name = |_device: (u32, u32), inode: u64| SharedId(inode);
+    let mut name = |_device: (u32, u32), inode: u64| SharedTable::name_of(inode);
     let captured = descriptors.capture(&processes, sockets, &mut name)?;
+    for memfd in &captured.memfds {
+        let (host, fd) = memfd.place;
+        shared.note_descriptor(host, fd, memfd.object, memfd.kind.clone())?;
+    }
     checkpoint.files = captured.files;
     let mut tables: BTreeMap<GuestPid, _> =
         processes.iter().map(|process| process.pid).zip(captured.tables).collect();

@@ -1,0 +1,223 @@
+//! What an agent is made of, whichever part it plays.
+
+use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use hotspare_cluster::{Action, Closed, Event};
+use hotspare_image::{NodeId, Position, Term};
+use hotspare_replica::heartbeat::{HeartKey, STACK_BYTES};
+use hotspare_replica::{
+    Heart, HeartConfig, HeartEvent, Hello, HostFacts, HostRole, Replier, Security, Sender,
+    StagedCheckpoint, WriteHalf, greeting, heart,
+};
+
+use crate::brain::Brain;
+use crate::mailbox::Mailbox;
+use crate::report::Reporter;
+use crate::settings::Settings;
+
+/// What the thread that owns the guest, or its ghost, is told.
+pub enum Message {
+    /// The brain wants this done.
+    Act(Action),
+    /// A spare has been welcomed; checkpoints may flow.
+    SpareIn(Box<SpareIn>),
+    /// A spare has acknowledged.
+    Acknowledged(NodeId, Position),
+    /// A stream to a spare has ended.
+    SpareOut(NodeId),
+    /// A spare declines a switchover.
+    SwitchoverRefused(NodeId),
+    /// A primary has welcomed us.
+    Joined(Box<Joined>),
+    /// A whole checkpoint has arrived and been checked.
+    Checkpoint(Box<StagedCheckpoint>),
+    /// The stream from the primary has ended.
+    PrimaryOut(String, Closed),
+    /// The primary has ended on purpose: the guest is over.
+    GuestOver(String),
+    /// When the primary was last heard, for the report of a failover.
+    Heard(Instant),
+    /// The operator wants the guest elsewhere.
+    Switchover,
+}
+
+/// A spare that is in.
+pub struct SpareIn {
+    /// Which.
+    pub node: NodeId,
+    /// The way to it.
+    pub sender: Sender,
+    /// Where it hears heartbeats.
+    pub heart: SocketAddr,
+}
+
+/// A primary we follow.
+pub struct Joined {
+    /// Which.
+    pub node: NodeId,
+    /// Its reign.
+    pub term: Term,
+    /// Our place in the queue.
+    pub rank: u32,
+    /// What it decides.
+    pub settings: Settings,
+    /// The way back.
+    pub replier: Arc<Mutex<Replier<WriteHalf>>>,
+}
+
+/// What all threads of an agent share.
+#[derive(Clone)]
+pub struct Agent {
+    /// Who we are.
+    pub node: NodeId,
+    /// Our host.
+    pub facts: Arc<HostFacts>,
+    /// Who may be talked to.
+    pub security: Security,
+    /// The brain.
+    pub brain: Brain,
+    /// The owner of the guest.
+    pub owner: Mailbox<Message>,
+    /// The heart.
+    pub heart: Arc<Heart>,
+    /// What is said.
+    pub reporter: Reporter,
+    face: Arc<Mutex<Face>>,
+}
+
+/// How we present ourselves to other hosts.
+pub struct Face {
+    /// Our part.
+    pub role: HostRole,
+    /// Newest term we know.
+    pub term: Term,
+    /// Key of the heartbeats.
+    pub key: Option<HeartKey>,
+    /// Settings, once there is a guest.
+    pub settings: Option<Settings>,
+    /// Port that other hosts can join at.
+    pub listen_port: Option<u16>,
+    /// Where heartbeats go.
+    pub peers: Vec<(NodeId, SocketAddr)>,
+    /// The brain's answers to spares that wait.
+    pub waiting: Vec<(NodeId, std::sync::mpsc::Sender<Option<(u32, Term)>>)>,
+}
+
+impl Agent {
+    /// An agent with a heart that beats. `heard` is called for every heartbeat.
+    pub fn new(
+        security: Security,
+        role: HostRole,
+        brain: Brain,
+        owner: Mailbox<Message>,
+        reporter: Reporter,
+    ) -> anyhow::Result<Self> {
+        let socket = UdpSocket::bind("[::]:0").or_else(|_| UdpSocket::bind("0.0.0.0:0"));
+        let (heart, beating) = heart(socket.context("open heartbeat socket")?, HeartConfig::default());
+        let (ears, mailbox, note) = (brain.clone(), owner.clone(), reporter.clone());
+        let tell = move |event: HeartEvent| match event {
+            HeartEvent::Beat { beat, at } => {
+                mailbox.send(Message::Heard(at));
+                ears.tell(Event::Beat(beat));
+            }
+            HeartEvent::Silence { .. } => ears.tell(Event::Tick),
+            HeartEvent::CannotSend { to, error } => {
+                note.note(&format!("heartbeats to {to} cannot be sent: {error}"));
+            }
+            HeartEvent::NotRealtime(error) => {
+                note.note(&format!("heartbeats run without real-time priority: {error}"));
+            }
+            HeartEvent::Leashed => note.note("the agent hangs; heartbeats stop"),
+        };
+        let thread = std::thread::Builder::new().name("heart".into()).stack_size(STACK_BYTES);
+        thread.spawn(move || beating.run(tell)).context("start heartbeat thread")?;
+        let mut seed = [0u8; 8];
+        seed.copy_from_slice(&hotspare_replica::heartbeat::fresh_key()?[..8]);
+        let face = Face {
+            role,
+            term: Term(0),
+            key: None,
+            settings: None,
+            listen_port: None,
+            peers: Vec::new(),
+            waiting: Vec::new(),
+        };
+        Ok(Self {
+            node: NodeId(u64::from_ne_bytes(seed)),
+            facts: Arc::new(crate::facts::read()?),
+            security,
+            brain,
+            owner,
+            heart: Arc::new(heart),
+            reporter,
+            face: Arc::new(Mutex::new(face)),
+        })
+    }
+
+    /// How we present ourselves.
+    pub fn face(&self) -> MutexGuard<'_, Face> {
+        self.face.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Our first words to another host.
+    pub fn hello(&self) -> Hello {
+        let face = self.face();
+        let (version_min, version_max) = greeting::versions();
+        Hello {
+            version_min,
+            version_max,
+            role: face.role,
+            node: self.node,
+            guest: face.settings.as_ref().map(|settings| settings.guest.clone()),
+            term: face.term,
+            facts: (*self.facts).clone(),
+            heart_port: self.heart.address().map_or(0, |address| address.port()),
+            listen_port: face.listen_port,
+        }
+    }
+
+    /// Sends heartbeats to this peer, too.
+    pub fn add_peer(&self, node: NodeId, address: SocketAddr) {
+        let mut face = self.face();
+        face.peers.retain(|(known, _)| *known != node);
+        face.peers.push((node, address));
+        self.heart.set_peers(face.peers.iter().map(|(_, address)| *address).collect());
+    }
+
+    /// Uses this key for heartbeats.
+    pub fn set_key(&self, key: HeartKey) {
+        self.face().key = Some(key);
+        self.heart.set_key(key);
+    }
+
+    /// Accepts hosts for ever, each on a thread of its own.
+    pub fn listen(&self, listener: TcpListener) -> anyhow::Result<()> {
+        self.face().listen_port = Some(listener.local_addr()?.port());
+        let agent = self.clone();
+        std::thread::Builder::new().name("listener".into()).spawn(move || {
+            for stream in listener.incoming() {
+                let Ok(stream) = stream else {
+                    std::thread::sleep(Duration::from_millis(100));
+                    continue;
+                };
+                let agent = agent.clone();
+                let met = std::thread::Builder::new().name("stream".into()).spawn(move || {
+                    let role = agent.face().role;
+                    let channel = hotspare_replica::Channel::accepted(stream, &agent.security);
+                    let met = channel.map_err(anyhow::Error::from).and_then(|channel| match role {
+                        HostRole::Primary => crate::link::serve(&agent, channel),
+                        HostRole::Spare => crate::spare::follow(&agent, channel),
+                    });
+                    if let Err(error) = met {
+                        agent.reporter.note(&format!("{error:#}"));
+                    }
+                });
+                drop(met);
+            }
+        })?;
+        Ok(())
+    }
+}

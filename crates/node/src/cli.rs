@@ -1,0 +1,353 @@
+//! The command line.
+
+use std::collections::BTreeMap;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::{Args, Parser, Subcommand};
+use hotspare_cluster::{Config, Node};
+use hotspare_files::Role;
+use hotspare_image::Term;
+use hotspare_image::tree::GuestPid;
+use hotspare_net::takeover::{ServiceAddress, ServiceNetwork};
+use hotspare_process::guest::Guest;
+use hotspare_process::init::{FirstProgram, Init, InitConfig};
+use hotspare_process::objects::outside::OutsideDescriptor;
+use hotspare_process::objects::socket::SocketCapture;
+use hotspare_replica::{HostRole, Identity, Security};
+
+use crate::agent::Agent;
+use crate::brain::{self, Brain};
+use crate::epoch::EpochMaker;
+use crate::link;
+use crate::mailbox::mailbox;
+use crate::preflight;
+use crate::primary::Primary;
+use crate::report::Reporter;
+use crate::settings::{FileRule, Settings, uplink};
+use crate::spare::{Spare, serve_files};
+
+/// A hot spare for any Linux program.
+///
+/// On the spare host:    hotspare spare --listen 0.0.0.0:7070 --keys DIR
+/// On the primary host:  hotspare run --spare SPARE:7070 --keys DIR -- redis-server
+///
+/// While the program runs, small checkpoints flow to a stopped copy of it on the spare. When the
+/// program or its host dies, the copy goes on: same memory, process numbers, files, sockets.
+#[derive(Debug, Parser)]
+#[command(name = "hotspare", version, about, long_about, verbatim_doc_comment)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a program and keep spares of it up to date.
+    Run(RunArguments),
+    /// Be a spare: hold the ghost of a program and take over when its primary is gone.
+    Spare(SpareArguments),
+    /// Say whether this kernel, and a program, can be protected.
+    Check(preflight::CheckArguments),
+    /// Make a certificate authority and certificates for the hosts.
+    Keys {
+        /// Directory for the keys; copy each host's files there.
+        directory: PathBuf,
+        /// Names of the hosts.
+        #[arg(required = true)]
+        hosts: Vec<String>,
+    },
+    /// Show a failover on this machine: two simulated hosts, a real Redis, a kill.
+    Demo {
+        /// Keys in the Redis.
+        #[arg(long, default_value_t = 100_000)]
+        keys: usize,
+        /// Time between checkpoints.
+        #[arg(long, default_value = "100ms", value_parser = duration)]
+        epoch: Duration,
+        /// Where the picture goes.
+        #[arg(long, default_value = "hotspare-demo.svg")]
+        picture: PathBuf,
+    },
+}
+
+#[derive(Debug, Args)]
+struct Common {
+    /// Tell what happens as JSON, one object a line, on standard output.
+    #[arg(long)]
+    json: bool,
+    /// Directory of this host's keys, made by `hotspare keys`.
+    #[arg(long, env = "HOTSPARE_KEYS")]
+    keys: Option<PathBuf>,
+    /// Name of this host among the keys.
+    #[arg(long, default_value = "host", env = "HOTSPARE_NAME")]
+    name: String,
+    /// Send the guest's memory in plain text over the network. Only where nobody else can listen.
+    #[arg(long)]
+    insecure: bool,
+    /// Bridge to plug the service address into; without it the address is routed through the
+    /// interface whose network it lies in.
+    #[arg(long)]
+    service_bridge: Option<String>,
+    /// Command to run when this host takes the service over; see README for its environment.
+    #[arg(long)]
+    takeover_hook: Option<String>,
+}
+
+#[derive(Debug, Args)]
+struct RunArguments {
+    #[command(flatten)]
+    common: Common,
+    /// A spare to keep up to date (HOST:PORT); may be given several times.
+    #[arg(long)]
+    spare: Vec<String>,
+    /// Also accept spares that dial here.
+    #[arg(long)]
+    listen: Option<String>,
+    /// The guest's address and prefix, as in 10.0.0.50/24; it moves with the guest.
+    #[arg(long)]
+    service_address: Option<ServiceAddress>,
+    /// Time between checkpoints.
+    #[arg(long, default_value = "100ms", value_parser = duration)]
+    epoch: Duration,
+    /// `replicate:/PATH`: changes travel with the checkpoints. `shared:/PATH`: both hosts see the
+    /// same storage. Everything else is read-only for the guest and must be equal on both hosts.
+    #[arg(long)]
+    files: Vec<FileRule>,
+    /// Working directory of the program.
+    #[arg(long, default_value = "/")]
+    directory: String,
+    /// Name of the guest, shown by status.
+    #[arg(long)]
+    guest: Option<String>,
+    /// The program and its arguments.
+    #[arg(last = true, required = true)]
+    command: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+struct SpareArguments {
+    #[command(flatten)]
+    common: Common,
+    /// Address and port to listen on for primaries.
+    #[arg(long, required_unless_present = "join")]
+    listen: Option<String>,
+    /// A primary to dial instead of waiting for one (HOST:PORT).
+    #[arg(long)]
+    join: Option<String>,
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    let split = text.find(|letter: char| letter.is_ascii_alphabetic()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let number: f64 = number.parse().map_err(|_| format!("{text:?} is not a time, as in 100ms"))?;
+    let seconds = match unit {
+        "us" => number / 1e6,
+        "ms" => number / 1e3,
+        "s" => number,
+        _ => return Err(format!("{text:?} needs a unit: us, ms or s")),
+    };
+    if !(0.0005..=3600.0).contains(&seconds) {
+        return Err(format!("{text:?} is out of range: 500us to 1h"));
+    }
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+/// Does what the command line says; returns the exit status.
+pub fn run(cli: Cli) -> anyhow::Result<u8> {
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::from_env("HOTSPARE_LOG"))
+        .with_writer(std::io::stderr)
+        .init();
+    match cli.command {
+        Command::Run(arguments) => run_guest(arguments),
+        Command::Spare(arguments) => run_spare(arguments),
+        Command::Check(arguments) => preflight::check(&arguments),
+        Command::Keys { directory, hosts } => {
+            for path in hotspare_replica::keys::issue(&directory, &hosts)? {
+                println!("{}", path.display());
+            }
+            Ok(0)
+        }
+        Command::Demo { keys, epoch, picture } => {
+            let mut options = hotspare_torture::demo::DemoOptions::new(std::env::current_exe()?);
+            (options.keys, options.epoch, options.picture) = (keys, epoch, picture);
+            hotspare_torture::demo::run(&options, &mut std::io::stdout())?;
+            Ok(0)
+        }
+    }
+}
+
+fn security(common: &Common) -> anyhow::Result<Security> {
+    match &common.keys {
+        Some(directory) => Ok(Security::Tls(Identity::load(directory, &common.name)?.into())),
+        None => Ok(Security::Plain { insecure: common.insecure }),
+    }
+}
+
+/// Duplicates of our standard descriptors, which the guest has too.
+pub fn outside() -> anyhow::Result<Vec<OutsideDescriptor>> {
+    let files: [OwnedFd; 3] = [
+        std::io::stdin().as_fd().try_clone_to_owned()?,
+        std::io::stdout().as_fd().try_clone_to_owned()?,
+        std::io::stderr().as_fd().try_clone_to_owned()?,
+    ];
+    let numbered = (0..).zip(files);
+    Ok(numbered.map(|(number, file)| OutsideDescriptor::new(number, file)).collect::<Result<_, _>>()?)
+}
+
+fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
+    preflight::require_kernel()?;
+    let common = &arguments.common;
+    let reporter = Reporter::new(common.json);
+    let (owner, inbox) = mailbox()?;
+    let (brain, events) = Brain::new();
+    let security = security(common)?;
+    let agent = Agent::new(security, HostRole::Primary, brain, owner.clone(), reporter)?;
+    let program = arguments.command.first().cloned().unwrap_or_default();
+    let settings = Settings {
+        guest: arguments.guest.clone().unwrap_or(program),
+        epoch: arguments.epoch,
+        service: arguments.service_address,
+        files: arguments.files.clone(),
+    };
+    agent.set_key(hotspare_replica::heartbeat::fresh_key()?);
+    agent.face().settings = Some(settings.clone());
+    let listener = arguments.listen.as_deref().map(TcpListener::bind).transpose();
+    let listener = listener.context("listen for spares")?;
+    let (maker, init, network) = start_guest(&arguments, &settings)?;
+    let (thinker, node) = (agent.clone(), agent.node);
+    std::thread::Builder::new().name("brain".into()).spawn(move || {
+        let make = |now| Node::first(Config::new(node), now);
+        brain::run(make, &events, &thinker.heart, &thinker.owner);
+    })?;
+    if let Some(listener) = listener {
+        agent.listen(listener)?;
+    }
+    for address in &arguments.spare {
+        link::keep_dialling(&agent, address)?;
+    }
+    let primary = Primary {
+        agent,
+        inbox,
+        settings,
+        maker,
+        init,
+        network,
+        hearts: BTreeMap::new(),
+        sent: BTreeMap::new(),
+        told_protected: false,
+        told_refusal: String::new(),
+    };
+    primary.run()
+}
+
+fn start_guest(
+    arguments: &RunArguments,
+    settings: &Settings,
+) -> anyhow::Result<(EpochMaker, Init, Option<ServiceNetwork>)> {
+    let (directories, mounts, writable) = serve_files(settings, Role::Primary)?;
+    let mut config = InitConfig::default();
+    config.surroundings.writable = writable;
+    let init = Init::start(config)?;
+    drop(mounts);
+    let namespaces = init.namespaces()?;
+    let mut network = None;
+    if let Some(service) = settings.service {
+        let uplink = uplink(arguments.common.service_bridge.as_deref(), service)?;
+        let mut prepared = ServiceNetwork::prepare(namespaces.net.as_fd(), service, uplink)?;
+        prepared.announce()?;
+        network = Some(prepared);
+    }
+    let program = FirstProgram {
+        arguments: arguments.command.clone(),
+        environment: std::env::vars().map(|(name, value)| format!("{name}={value}")).collect(),
+        directory: arguments.directory.clone(),
+        user: None,
+    };
+    let (input, output, errors) = (std::io::stdin(), std::io::stdout(), std::io::stderr());
+    let standard = [input.as_fd(), output.as_fd(), errors.as_fd()];
+    let newborn = init.spawn(program, standard, Some(GuestPid(2)))?;
+    let mut guest = Guest::seize(newborn.host)?;
+    newborn.go()?;
+    guest.pump(&[], Duration::from_millis(20))?;
+    if let Some(why) = newborn.failure() {
+        bail!("cannot start {}: {why}", arguments.command[0]);
+    }
+    let names = nix::sys::utsname::uname()?;
+    let sockets = SocketCapture::open(namespaces.net.as_fd())?;
+    let mut maker = EpochMaker::new(guest, settings, outside()?, sockets);
+    maker.directories = directories;
+    maker.names = (
+        names.nodename().to_string_lossy().into_owned(),
+        names.domainname().to_string_lossy().into_owned(),
+    );
+    maker.term = Term(1);
+    Ok((maker, init, network))
+}
+
+fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
+    preflight::require_kernel()?;
+    let common = &arguments.common;
+    let reporter = Reporter::new(common.json);
+    let (owner, inbox) = mailbox()?;
+    let (brain, events) = Brain::new();
+    let agent = Agent::new(security(common)?, HostRole::Spare, brain, owner, reporter)?;
+    let listener = match &arguments.listen {
+        Some(address) => {
+            Some(TcpListener::bind(address).with_context(|| format!("listen on {address}"))?)
+        }
+        None => None,
+    };
+    let (thinker, node) = (agent.clone(), agent.node);
+    std::thread::Builder::new().name("brain".into()).spawn(move || {
+        let make = |now| (Node::spare(Config::new(node), now), Vec::new());
+        brain::run(make, &events, &thinker.heart, &thinker.owner);
+    })?;
+    if let Some(primary) = arguments.join.clone() {
+        join(&agent, primary)?;
+    }
+    let bridge = common.service_bridge.clone();
+    let spare = Spare::new(agent, inbox, bridge, common.takeover_hook.clone());
+    spare.run(listener)
+}
+
+/// Dials a primary again and again, as long as we are a spare.
+fn join(agent: &Agent, primary: String) -> anyhow::Result<()> {
+    let agent = agent.clone();
+    std::thread::Builder::new().name("joiner".into()).spawn(move || {
+        while agent.face().role == HostRole::Spare {
+            let met = hotspare_replica::Channel::connect(&primary, &agent.security)
+                .map_err(anyhow::Error::from)
+                .and_then(|channel| crate::spare::follow(&agent, channel));
+            if let Err(error) = met {
+                agent.reporter.note(&format!("{error:#}; trying again"));
+            }
+            std::thread::sleep(Duration::from_millis(500));
+        }
+    })?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_units_and_bounds() {
+        assert_eq!(duration("100ms"), Ok(Duration::from_millis(100)));
+        assert_eq!(duration("2s"), Ok(Duration::from_secs(2)));
+        for wrong in ["100", "ms", "0ms", "2h"] {
+            assert!(duration(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,110 @@
+//! The primary's end of a stream: greets a spare, then carries its acknowledgements home.
+
+use std::net::SocketAddr;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use hotspare_cluster::Event;
+use hotspare_replica::message::RefuseCode;
+use hotspare_replica::{Channel, Compression, Greeting, Reply, Welcome, closed, sender};
+
+use crate::agent::{Agent, Message, SpareIn};
+use crate::facts;
+
+/// Bytes that may wait for a spare; see `docs/formats/stream.md`.
+pub const QUEUE_BYTES: usize = 16 << 20;
+/// How long the brain may take to answer a spare that asks to join.
+const DECISION: Duration = Duration::from_secs(10);
+const REDIAL: Duration = Duration::from_millis(300);
+
+/// Dials a spare again and again for as long as the program lives.
+pub fn keep_dialling(agent: &Agent, address: &str) -> anyhow::Result<()> {
+    let (agent, address) = (agent.clone(), address.to_owned());
+    std::thread::Builder::new().name("dialler".into()).spawn(move || {
+        let mut said = String::new();
+        loop {
+            let met = Channel::connect(&address, &agent.security)
+                .map_err(anyhow::Error::from)
+                .and_then(|channel| serve(&agent, channel));
+            if let Err(error) = met {
+                let text = format!("spare {address}: {error:#}");
+                if text != said {
+                    agent.reporter.note(&format!("{text}; trying again"));
+                    said = text;
+                }
+            }
+            std::thread::sleep(REDIAL);
+        }
+    })?;
+    Ok(())
+}
+
+/// Plays the primary on a connection until it ends.
+pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
+    let peer_address = channel.peer();
+    let own = agent.hello();
+    let ours = agent.facts.clone();
+    let mut greeting =
+        Greeting::exchange(channel, &own, move |peer| facts::judge(&ours, &peer.facts))?;
+    greeting.await_spare()?;
+    let node = greeting.peer.node;
+    let heart = SocketAddr::new(peer_address.ip(), greeting.peer.heart_port);
+    let (answer, decision) = channel_of_decision();
+    agent.face().waiting.push((node, answer));
+    agent.brain.tell(Event::SpareJoined(node));
+    let Some((rank, term)) = decision.recv_timeout(DECISION).ok().flatten() else {
+        bail!(greeting.refuse(RefuseCode::Busy, "not now: try again in a moment".into()));
+    };
+    let welcome = {
+        let face = agent.face();
+        Welcome {
+            version: 0,
+            term,
+            rank,
+            heart_key: face.key.map(|key| key.to_vec()).unwrap_or_default(),
+            settings: face.settings.as_ref().map(|all| all.to_pairs()).unwrap_or_default(),
+        }
+    };
+    let (channel, _) = greeting.welcome(&welcome)?;
+    agent.add_peer(node, heart);
+    let (read, write, hangup) = channel.split().context("split the stream")?;
+    let (sender, writer, mut replies) = sender(write, read, QUEUE_BYTES, Compression::Adaptive);
+    std::thread::Builder::new().name("writer".into()).spawn(move || {
+        // The reader of answers reports a broken stream.
+        let _ = writer.run();
+        hangup.hang_up();
+    })?;
+    agent.owner.send(Message::SpareIn(Box::new(SpareIn { node, sender, heart })));
+    let how = loop {
+        match replies.next() {
+            Ok(Reply::Committed(committed)) => {
+                let position = committed.position();
+                agent.brain.tell(Event::SpareAcknowledged { node, position });
+                agent.owner.send(Message::Acknowledged(node, position));
+            }
+            Ok(Reply::SwitchoverRefused(why)) => {
+                agent.reporter.note(&format!("the spare declines the switchover: {why}"));
+                agent.owner.send(Message::SwitchoverRefused(node));
+            }
+            Ok(Reply::Goodbye(goodbye)) => {
+                agent.reporter.note(&format!("the spare leaves: {}", goodbye.text));
+                break hotspare_cluster::Closed::Goodbye;
+            }
+            Err(error) => {
+                agent.reporter.note(&format!("the stream to spare {node} ended: {error}"));
+                break closed(&error);
+            }
+        }
+    };
+    agent.owner.send(Message::SpareOut(node));
+    agent.brain.tell(Event::StreamClosed { peer: node, how });
+    Ok(())
+}
+
+type Decision = Option<(u32, hotspare_image::Term)>;
+
+fn channel_of_decision() -> (std::sync::mpsc::Sender<Decision>, std::sync::mpsc::Receiver<Decision>)
+{
+    channel()
+}

@@ -1,0 +1,159 @@
+//! What the program says while it works: lines for people, or JSON for machines.
+
+use std::io::Write;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use serde_json::json;
+
+/// Tells what happens. Cheap to clone.
+#[derive(Clone)]
+pub struct Reporter {
+    json: bool,
+    status: Arc<Mutex<StatusLine>>,
+}
+
+#[derive(Default)]
+struct StatusLine {
+    shown: bool,
+    pauses_us: Vec<f64>,
+}
+
+/// A takeover in its parts.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Failover {
+    /// From the last sign of life of the primary to the decision.
+    pub detect: Duration,
+    /// From the decision to a ghost that is ready to run.
+    pub finalise: Duration,
+    /// Taking the address and letting go.
+    pub address: Duration,
+    /// The checkpoint it runs from.
+    pub epoch: u64,
+    /// The new term.
+    pub term: u64,
+}
+
+/// A committed checkpoint.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EpochLine {
+    /// Its number.
+    pub epoch: u64,
+    /// How long the guest was stopped.
+    pub pause: Duration,
+    /// `CLOCK_MONOTONIC` of the host while it was stopped, ns.
+    pub stop_ns: u64,
+    /// Pages that were sent.
+    pub pages: u64,
+    /// Bytes on the wire.
+    pub bytes: u64,
+    /// Checkpoints the slowest spare is behind.
+    pub lag: u64,
+}
+
+impl Reporter {
+    /// Tells in JSON, or in words.
+    pub fn new(json: bool) -> Self {
+        Self { json, status: Arc::default() }
+    }
+
+    fn line(&self, text: &str) {
+        // A reader that went away does not end the guest.
+        let _ = writeln!(std::io::stdout().lock(), "{text}");
+    }
+
+    /// Says something in passing, on standard error.
+    pub fn note(&self, text: &str) {
+        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        if std::mem::take(&mut status.shown) {
+            eprintln!();
+        }
+        eprintln!("hotspare: {text}");
+    }
+
+    /// A spare holds a whole checkpoint.
+    pub fn protected(&self, epoch: u64) {
+        if self.json {
+            self.line(&json!({"event": "protected", "epoch": epoch}).to_string());
+        } else {
+            self.note(&format!("protected from epoch {epoch} on"));
+        }
+    }
+
+    /// No spare could take over.
+    pub fn unprotected(&self) {
+        if self.json {
+            self.line(&json!({"event": "unprotected"}).to_string());
+        } else {
+            self.note("UNPROTECTED: no spare could take over; start one with `hotspare spare`");
+        }
+    }
+
+    /// A checkpoint is committed.
+    pub fn epoch(&self, epoch: &EpochLine) {
+        let pause_us = epoch.pause.as_nanos() as f64 / 1000.0;
+        if self.json {
+            self.line(
+                &json!({
+                    "event": "epoch", "epoch": epoch.epoch, "pause_us": pause_us,
+                    "stop_ns": epoch.stop_ns, "pages": epoch.pages, "bytes": epoch.bytes,
+                    "lag": epoch.lag,
+                })
+                .to_string(),
+            );
+            return;
+        }
+        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        status.pauses_us.push(pause_us);
+        if status.pauses_us.len() > 600 {
+            status.pauses_us.remove(0);
+        }
+        let mut sorted = status.pauses_us.clone();
+        sorted.sort_by(f64::total_cmp);
+        let at = |share: usize| sorted[(sorted.len() - 1) * share / 100];
+        eprint!(
+            "\r\x1b[Kepoch {}  pause p50 {:.0} µs p99 {:.0} µs  {} pages  {} KiB  lag {}",
+            epoch.epoch,
+            at(50),
+            at(99),
+            epoch.pages,
+            epoch.bytes / 1024,
+            epoch.lag
+        );
+        status.shown = true;
+    }
+
+    /// The ghost runs.
+    pub fn failover(&self, failover: &Failover) {
+        let ms = |part: Duration| part.as_secs_f64() * 1000.0;
+        if self.json {
+            self.line(
+                &json!({
+                    "event": "failover", "detect_ms": ms(failover.detect),
+                    "finalise_ms": ms(failover.finalise), "address_ms": ms(failover.address),
+                    "epoch": failover.epoch, "term": failover.term,
+                })
+                .to_string(),
+            );
+            return;
+        }
+        self.note(&format!(
+            "took over in term {} from epoch {}: detect {:.1} ms, finalise {:.1} ms, \
+             address {:.1} ms",
+            failover.term,
+            failover.epoch,
+            ms(failover.detect),
+            ms(failover.finalise),
+            ms(failover.address)
+        ));
+    }
+
+    /// The guest has ended.
+    pub fn exit(&self, status: u8) {
+        if self.json {
+            self.line(&json!({"event": "exit", "status": status}).to_string());
+        } else {
+            self.note(&format!("the guest ended with status {status}"));
+        }
+    }
+}

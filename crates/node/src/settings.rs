@@ -1,0 +1,164 @@
+//! What the primary decides and a spare must share.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use hotspare_net::takeover::{ServiceAddress, Uplink};
+use hotspare_process::objects::rules::{FileRules, Standing};
+
+/// A `--files` argument.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileRule {
+    /// How the spare comes to have the files.
+    pub replicated: bool,
+    /// Absolute directory.
+    pub path: String,
+}
+
+impl FromStr for FileRule {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> anyhow::Result<Self> {
+        let (kind, path) = text
+            .split_once(':')
+            .context("write shared:/PATH or replicate:/PATH")?;
+        let replicated = match kind {
+            "shared" => false,
+            "replicate" => true,
+            _ => bail!("{kind:?} is neither `shared` nor `replicate`"),
+        };
+        if !path.starts_with('/') || path.trim_end_matches('/').is_empty() {
+            bail!("{path:?} is not an absolute directory below /");
+        }
+        Ok(Self { replicated, path: path.trim_end_matches('/').to_owned() })
+    }
+}
+
+impl std::fmt::Display for FileRule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let kind = if self.replicated { "replicate" } else { "shared" };
+        write!(f, "{kind}:{}", self.path)
+    }
+}
+
+/// Settings of a guest, equal on all its hosts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Settings {
+    /// Name of the guest.
+    pub guest: String,
+    /// Time between checkpoints.
+    pub epoch: Duration,
+    /// The guest's address.
+    pub service: Option<ServiceAddress>,
+    /// `--files`.
+    pub files: Vec<FileRule>,
+}
+
+impl Settings {
+    /// As pairs of names and values, for the greeting.
+    pub fn to_pairs(&self) -> Vec<(String, String)> {
+        let mut pairs = vec![
+            ("guest".to_owned(), self.guest.clone()),
+            ("epoch-us".to_owned(), self.epoch.as_micros().to_string()),
+        ];
+        pairs.extend(self.service.map(|service| ("service".to_owned(), service.to_string())));
+        pairs.extend(self.files.iter().map(|rule| ("files".to_owned(), rule.to_string())));
+        pairs
+    }
+
+    /// Reads what [`Settings::to_pairs`] wrote.
+    pub fn from_pairs(pairs: &[(String, String)]) -> anyhow::Result<Self> {
+        let mut settings = Self {
+            guest: String::new(),
+            epoch: Duration::from_millis(100),
+            service: None,
+            files: Vec::new(),
+        };
+        for (name, value) in pairs {
+            match name.as_str() {
+                "guest" => settings.guest.clone_from(value),
+                "epoch-us" => settings.epoch = Duration::from_micros(value.parse()?),
+                "service" => settings.service = Some(value.parse()?),
+                "files" => settings.files.push(value.parse()?),
+                other => bail!("the primary has a setting {other:?} that this version lacks"),
+            }
+        }
+        Ok(settings)
+    }
+
+    /// Standing of the guest's paths.
+    pub fn rules(&self) -> FileRules {
+        FileRules::new(self.files.iter().map(|rule| {
+            let standing =
+                if rule.replicated { Standing::Replicated } else { Standing::Shared };
+            (rule.path.clone(), standing)
+        }))
+    }
+
+    /// Replicated directories, in the order in which they travel.
+    pub fn replicated(&self) -> Vec<String> {
+        let rules = self.files.iter().filter(|rule| rule.replicated);
+        rules.map(|rule| rule.path.clone()).collect()
+    }
+}
+
+/// How this host reaches the service's clients: a bridge, or the interface that has an address in
+/// the service's network.
+pub fn uplink(bridge: Option<&str>, service: ServiceAddress) -> anyhow::Result<Uplink> {
+    if let Some(name) = bridge {
+        return Ok(Uplink::Bridge { name: name.to_owned(), gateway: None });
+    }
+    for interface in nix::ifaddrs::getifaddrs()? {
+        let Some(address) = interface.address else { continue };
+        let found = address
+            .as_sockaddr_in()
+            .map(|v4| std::net::IpAddr::V4(v4.ip()))
+            .or(address.as_sockaddr_in6().map(|v6| std::net::IpAddr::V6(v6.ip())));
+        if found.is_some_and(|found| same_network(found, service)) {
+            return Ok(Uplink::Routed { parent: interface.interface_name });
+        }
+    }
+    bail!(
+        "no interface of this host has an address in the network of {service}; \
+         give --service-bridge BRIDGE"
+    )
+}
+
+fn same_network(found: std::net::IpAddr, service: ServiceAddress) -> bool {
+    use std::net::IpAddr::{V4, V6};
+    match (found, service.address) {
+        (V4(a), V4(b)) => {
+            let shift = 32u32.saturating_sub(service.prefix.into());
+            (u32::from(a) ^ u32::from(b)).checked_shr(shift).unwrap_or(0) == 0
+        }
+        (V6(a), V6(b)) => {
+            let shift = 128u32.saturating_sub(service.prefix.into());
+            (u128::from(a) ^ u128::from(b)).checked_shr(shift).unwrap_or(0) == 0
+        }
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_survive_the_greeting() {
+        let settings = Settings {
+            guest: "redis".into(),
+            epoch: Duration::from_millis(50),
+            service: Some("10.0.0.5/24".parse().expect("an address")),
+            files: vec!["replicate:/data".parse().expect("a rule")],
+        };
+        assert_eq!(Settings::from_pairs(&settings.to_pairs()).expect("reads"), settings);
+    }
+
+    #[test]
+    fn a_rule_needs_a_kind_and_an_absolute_directory() {
+        for wrong in ["/data", "copy:/data", "replicate:data", "shared:/"] {
+            assert!(wrong.parse::<FileRule>().is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,402 @@
+//! The spare: follows a primary, keeps the ghost, takes over.
+
+use std::net::TcpListener;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use hotspare_cluster::{Action, Closed, Event, Member};
+use hotspare_files::{ReplicatedDir, Role};
+use hotspare_image::memory::PageOwner;
+use hotspare_image::{Checkpoint, NodeId, Term};
+use hotspare_kernel::HostPid;
+use hotspare_net::takeover::ServiceNetwork;
+use hotspare_process::ghost::{Ghost, GhostConfig, clock_offsets};
+use hotspare_process::init::{ClockOffsets, InitConfig, WritablePath};
+use hotspare_process::pages::{Content, PageRun};
+use hotspare_replica::heartbeat::HeartKey;
+use hotspare_replica::{
+    Channel, Greeting, Incoming, Receiver, Replier, StagedCheckpoint, StagingLimits, closed,
+};
+
+use crate::agent::{Agent, Joined, Message};
+use crate::epoch::{CHUNK_CHANGES, CHUNK_COPY};
+use crate::mailbox::Inbox;
+use crate::settings::Settings;
+use crate::{facts, takeover};
+
+const PATIENCE: Duration = Duration::from_millis(500);
+const FILL_BYTES: usize = 4 << 20;
+
+/// Plays the spare on a connection until it ends.
+pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
+    let peer = channel.peer();
+    let own = agent.hello();
+    let ours = agent.facts.clone();
+    let greeting = Greeting::exchange(channel, &own, move |peer| facts::judge(&ours, &peer.facts))?;
+    let (channel, welcome, hello) = greeting.join(own.term)?;
+    let settings = Settings::from_pairs(&welcome.settings)?;
+    let key: HeartKey = welcome
+        .heart_key
+        .as_slice()
+        .try_into()
+        .context("the primary gave no key for heartbeats")?;
+    agent.set_key(key);
+    agent.add_peer(hello.node, std::net::SocketAddr::new(peer.ip(), hello.heart_port));
+    let (read, write, _hangup) = channel.split().context("split the stream")?;
+    let replier = Arc::new(Mutex::new(Replier::new(write)));
+    let (node, term, rank) = (hello.node, welcome.term, welcome.rank);
+    agent.brain.tell(Event::Joined { primary: node, term, rank });
+    let joined = Joined { node, term, rank, settings, replier: replier.clone() };
+    agent.owner.send(Message::Joined(Box::new(joined)));
+    let mut receiver = Receiver::new(read, StagingLimits::default());
+    let (text, how) = loop {
+        match receiver.next() {
+            Ok(incoming) => {
+                if let Some(text) = take(agent, node, &replier, incoming) {
+                    break (text, Closed::Goodbye);
+                }
+            }
+            Err(error) => break (error.to_string(), closed(&error)),
+        }
+    };
+    agent.brain.tell(Event::StreamClosed { peer: node, how });
+    agent.owner.send(Message::PrimaryOut(text, how));
+    Ok(())
+}
+
+/// Handles one thing the primary sent; some text if that was a goodbye.
+fn take(
+    agent: &Agent,
+    node: NodeId,
+    replier: &Mutex<Replier<hotspare_replica::WriteHalf>>,
+    incoming: Incoming,
+) -> Option<String> {
+    match incoming {
+        Incoming::Checkpoint(staged) => {
+            // The first one is acknowledged when the ghost stands, later ones now: they are whole
+            // and checked, and will be applied whatever happens to the primary.
+            if !staged.is_full() {
+                acknowledge(replier, &staged);
+            }
+            agent.owner.send(Message::Checkpoint(staged));
+        }
+        Incoming::Aborted(_) | Incoming::Event(_) | Incoming::Packet(_) => {}
+        Incoming::Members(entries) => {
+            let member = |entry: &hotspare_replica::MemberEntry| Member {
+                node: entry.node,
+                rank: entry.rank,
+                ready: entry.ready,
+            };
+            for entry in entries.iter().filter(|entry| entry.node != agent.node) {
+                if let Some(address) = entry.heart_address() {
+                    agent.add_peer(entry.node, address);
+                }
+            }
+            agent.brain.tell(Event::Members(entries.iter().map(member).collect()));
+        }
+        Incoming::SwitchoverOffer(offer) => agent.brain.tell(Event::SwitchoverOffered {
+            from: node,
+            term: offer.term,
+            position: offer.position,
+        }),
+        Incoming::GuestDied => agent.brain.tell(Event::PrimaryLostGuest(node)),
+        Incoming::Goodbye(goodbye) => {
+            if goodbye.code == hotspare_replica::GoodbyeCode::GuestEnded {
+                agent.owner.send(Message::GuestOver(goodbye.text.clone()));
+            }
+            return Some(goodbye.text);
+        }
+    }
+    None
+}
+
+fn acknowledge(
+    replier: &Mutex<Replier<hotspare_replica::WriteHalf>>,
+    staged: &StagedCheckpoint,
+) {
+    let mut replier = replier.lock().unwrap_or_else(PoisonError::into_inner);
+    // A primary that cannot hear it is gone; the reader will say so.
+    let _ = replier.acknowledge(staged.position());
+}
+
+/// A spare on the thread that owns the ghost.
+pub struct Spare {
+    pub agent: Agent,
+    pub inbox: Inbox<Message>,
+    pub bridge: Option<String>,
+    pub hook: Option<String>,
+    pub following: Option<Joined>,
+    pub ghost: Option<Held>,
+    pub heard: Option<Instant>,
+    over: Option<String>,
+}
+
+/// A ghost with what belongs to it on this host.
+pub struct Held {
+    pub ghost: Ghost,
+    pub offsets: ClockOffsets,
+    pub directories: Vec<ReplicatedDir>,
+    pub network: Option<ServiceNetwork>,
+    pub settings: Settings,
+    /// Mount points of the replicated directories.
+    pub mounts: Mounts,
+}
+
+impl Spare {
+    /// A spare that follows nobody yet.
+    pub fn new(
+        agent: Agent,
+        inbox: Inbox<Message>,
+        bridge: Option<String>,
+        hook: Option<String>,
+    ) -> Self {
+        let (following, ghost, heard, over) = (None, None, None, None);
+        Self { agent, inbox, bridge, hook, following, ghost, heard, over }
+    }
+
+    /// Follows until the guest is over, or takes over and goes on as the primary.
+    pub fn run(mut self, listener: Option<TcpListener>) -> anyhow::Result<u8> {
+        if let Some(listener) = listener {
+            self.agent.listen(listener)?;
+        }
+        let news = hotspare_kernel::news::News::new()?;
+        loop {
+            news.wait(&[self.inbox.bell()], PATIENCE)?;
+            for message in self.inbox.take() {
+                if let Some(term) = self.handle(message)? {
+                    let primary = takeover::take_over(self, term)?;
+                    return primary.run();
+                }
+            }
+            if let Some(text) = self.over.take() {
+                self.agent.reporter.note(&format!("the primary is done: {text}"));
+                self.ghost = None;
+                self.following = None;
+            }
+        }
+    }
+
+    /// Handles a message; the term if the ghost is to be let go.
+    fn handle(&mut self, message: Message) -> anyhow::Result<Option<Term>> {
+        match message {
+            Message::Act(action) => return Ok(self.act(action)),
+            Message::Joined(joined) => {
+                self.agent.face().term = joined.term;
+                self.following = Some(*joined);
+            }
+            Message::Checkpoint(staged) => self.take_checkpoint(*staged),
+            Message::PrimaryOut(text, how) => {
+                self.agent.reporter.note(&format!("the stream ended ({how:?}): {text}"));
+            }
+            Message::GuestOver(text) => self.over = Some(text),
+            Message::Heard(at) => self.heard = Some(at),
+            Message::Switchover => {
+                self.agent.reporter.note("this host does not run the guest; ask the primary");
+            }
+            Message::SpareIn(_)
+            | Message::Acknowledged(..)
+            | Message::SpareOut(_)
+            | Message::SwitchoverRefused(_) => {}
+        }
+        Ok(None)
+    }
+
+    fn act(&mut self, action: Action) -> Option<Term> {
+        let note = |text: String| self.agent.reporter.note(&text);
+        match action {
+            Action::StartTakeover { term } => return Some(term),
+            Action::Suspect { cause, .. } => note(format!("the primary may be dead: {cause:?}")),
+            Action::Trust(_) => note("the primary lives".to_owned()),
+            Action::CannotTakeOver(why) => {
+                note(format!("THE PRIMARY IS GONE and this spare must not replace it: {why:?}"));
+            }
+            Action::RefuseSpare(node) => {
+                let mut face = self.agent.face();
+                for (_, waiting) in face.waiting.extract_if(.., |(waits, _)| *waits == node) {
+                    let _ = waiting.send(None);
+                }
+            }
+            Action::RefuseSwitchover { .. } => {
+                if let Some(joined) = &self.following {
+                    let mut to = joined.replier.lock().unwrap_or_else(PoisonError::into_inner);
+                    let _ = to.refuse_switchover("this spare has no ghost of that checkpoint");
+                }
+            }
+            Action::Fence(cause) => note(format!("fenced: {cause:?}")),
+            Action::SendBeat(_)
+            | Action::RequestTerm { .. }
+            | Action::RenewTerm(_)
+            | Action::Join { .. }
+            | Action::AcceptSpare { .. }
+            | Action::DropSpare { .. }
+            | Action::TellMembers(_)
+            | Action::BecomeProtected
+            | Action::BecomeUnprotected
+            | Action::TellGuestDied
+            | Action::EndProtection
+            | Action::FreezeGuest { .. }
+            | Action::OfferSwitchover { .. }
+            | Action::SwitchoverImpossible
+            | Action::ThawGuest { .. } => {}
+        }
+        None
+    }
+
+    fn take_checkpoint(&mut self, mut staged: StagedCheckpoint) {
+        let (position, term, full) = (staged.position(), staged.term(), staged.is_full());
+        match self.apply(&mut staged) {
+            Ok(()) => {
+                self.agent.brain.tell(Event::Committed { term, position });
+                if let Some(joined) = self.following.as_ref().filter(|_| full) {
+                    acknowledge(&joined.replier, &staged);
+                }
+            }
+            Err(error) => {
+                self.agent.reporter.note(&format!("the ghost is lost: {error:#}"));
+                self.ghost = None;
+                self.agent.brain.tell(Event::GhostLost);
+            }
+        }
+    }
+
+    fn apply(&mut self, staged: &mut StagedCheckpoint) -> anyhow::Result<()> {
+        let checkpoint = Checkpoint::from_bytes(staged.state())?;
+        if staged.is_full() {
+            self.ghost = None;
+            let settings = &self.following.as_ref().context("nobody is followed")?.settings;
+            self.ghost = Some(Held::new(&checkpoint, settings.clone(), self.bridge.as_deref())?);
+        }
+        let held = self.ghost.as_mut().context("there is no ghost to apply it to")?;
+        held.apply_files(staged).context("apply file changes")?;
+        if staged.is_full() {
+            held.ghost.begin_full(&checkpoint)?;
+        }
+        let mut runs = Vec::new();
+        let mut bytes = 0;
+        let full = staged.is_full();
+        let ghost = &mut held.ghost;
+        staged.for_each_run::<anyhow::Error>(|owner, start, content| {
+            bytes += take_run(owner, start, content, &mut runs);
+            if full && bytes > FILL_BYTES {
+                ghost.fill(&mut runs.drain(..))?;
+                bytes = 0;
+            }
+            Ok(())
+        })?;
+        held.ghost.apply(checkpoint, &mut runs.into_iter())?;
+        Ok(())
+    }
+}
+
+fn take_run(
+    owner: PageOwner,
+    start: u64,
+    content: hotspare_replica::Content<'_>,
+    runs: &mut Vec<PageRun>,
+) -> usize {
+    let (content, bytes) = match content {
+        hotspare_replica::Content::Zero(pages) => (Content::Zero(pages.into()), 0),
+        hotspare_replica::Content::Discard(pages) => (Content::Discard(pages.into()), 0),
+        hotspare_replica::Content::Bytes(bytes) => (Content::Bytes(bytes.to_vec()), bytes.len()),
+    };
+    runs.push(PageRun { owner, start, content });
+    bytes
+}
+
+impl Held {
+    fn new(
+        checkpoint: &Checkpoint,
+        settings: Settings,
+        bridge: Option<&str>,
+    ) -> anyhow::Result<Self> {
+        let (directories, mounts, writable) = serve_files(&settings, Role::Spare)?;
+        let mut init = InitConfig::default();
+        init.surroundings.clocks = clock_offsets(checkpoint.clocks);
+        init.surroundings.host_name = Some(checkpoint.names.0.clone());
+        init.surroundings.writable = writable;
+        let offsets = init.surroundings.clocks;
+        let config = GhostConfig { init, replicated: settings.replicated() };
+        let ghost = Ghost::new(config)?;
+        let network = match settings.service {
+            Some(service) => {
+                let uplink = crate::settings::uplink(bridge, service)?;
+                let net = std::os::fd::AsFd::as_fd(&ghost.namespaces().net);
+                Some(ServiceNetwork::prepare(net, service, uplink)?)
+            }
+            None => None,
+        };
+        Ok(Self { ghost, offsets, directories, network, settings, mounts })
+    }
+
+    fn apply_files(&mut self, staged: &mut StagedCheckpoint) -> anyhow::Result<()> {
+        use std::io::Read;
+        let mut sets: Vec<_> = self.directories.iter().map(ReplicatedDir::staging).collect();
+        let mut left = staged.file_bytes();
+        let files = staged.files();
+        while left > 0 {
+            let mut head = [0u8; 8];
+            files.read_exact(&mut head)?;
+            let length = u32::from_le_bytes([head[4], head[5], head[6], head[7]]);
+            if u64::from(length) + 8 > left {
+                bail!("a piece of {length} bytes does not fit");
+            }
+            left -= u64::from(length) + 8;
+            let mut chunk = vec![0u8; length as usize];
+            files.read_exact(&mut chunk)?;
+            let index = usize::from(head[0]);
+            let directory = self.directories.get(index).context("an unknown directory")?;
+            match head[1] {
+                CHUNK_COPY => directory.copy_chunk(&chunk)?,
+                CHUNK_CHANGES => sets[index].push_chunk(&chunk)?,
+                other => bail!("an unknown kind of change ({other})"),
+            }
+        }
+        for (directory, set) in self.directories.iter().zip(&sets) {
+            directory.apply(set)?;
+        }
+        Ok(())
+    }
+
+    /// The ghost's process that is the guest's program.
+    pub fn root(&self) -> Option<HostPid> {
+        self.ghost.host_pid(hotspare_image::tree::GuestPid(2))
+    }
+}
+
+/// Mount points that are given up when dropped; whoever has them open keeps them.
+#[derive(Default)]
+pub struct Mounts(Vec<std::path::PathBuf>);
+
+impl Drop for Mounts {
+    fn drop(&mut self) {
+        for mount in &self.0 {
+            let _ = nix::mount::umount2(mount, nix::mount::MntFlags::MNT_DETACH);
+            let _ = std::fs::remove_dir(mount);
+        }
+    }
+}
+
+/// Directories that are served, where they are mounted, and what the guest may write.
+pub type ServedFiles = (Vec<ReplicatedDir>, Mounts, Vec<WritablePath>);
+
+/// Serves the replicated directories and lists what the guest may write.
+pub fn serve_files(settings: &Settings, role: Role) -> anyhow::Result<ServedFiles> {
+    let (mut directories, mut writable) = (Vec::new(), Vec::new());
+    let mut mounts = Mounts::default();
+    for (index, rule) in settings.files.iter().enumerate() {
+        let path = &rule.path;
+        if !rule.replicated {
+            writable.push(WritablePath { source: path.clone(), target: path.clone() });
+            continue;
+        }
+        let place = format!("/run/hotspare/{}-{index}", std::process::id());
+        std::fs::create_dir_all(&place).with_context(|| format!("make {place}"))?;
+        std::fs::create_dir_all(path).with_context(|| format!("make {path}"))?;
+        let served = ReplicatedDir::serve(path.as_ref(), place.as_ref(), role);
+        directories.push(served.with_context(|| format!("replicate {path}"))?);
+        writable.push(WritablePath { source: place.clone(), target: path.clone() });
+        mounts.0.push(place.into());
+    }
+    Ok((directories, mounts, writable))
+}

@@ -1,0 +1,174 @@
+//! A spare becomes the primary.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use hotspare_cluster::Event;
+use hotspare_image::memory::SharedId;
+use hotspare_image::tree::{GuestPid, ProcessState};
+use hotspare_image::{Checkpoint, Term};
+use hotspare_kernel::HostPid;
+use hotspare_net::go_live::GoLiveWatch;
+use hotspare_net::hook::{self, HookCall, HookEvent};
+use hotspare_process::guest::Guest;
+use hotspare_process::objects::restore::{
+    self, GhostParts, RestoreContext, Restored, restore_all,
+};
+use hotspare_process::objects::socket::{self, SocketCapture};
+use hotspare_replica::HostRole;
+
+use crate::cli::outside;
+use crate::epoch::EpochMaker;
+use crate::primary::Primary;
+use crate::report::Failover;
+use crate::spare::{Held, Spare};
+
+/// How long connections are watched for peers that have moved past the checkpoint.
+const WATCH: Duration = Duration::from_secs(5);
+const HOOK_PATIENCE: Duration = Duration::from_secs(10);
+
+struct Parts<'a> {
+    hosts: BTreeMap<GuestPid, HostPid>,
+    shared: BTreeMap<SharedId, BorrowedFd<'a>>,
+    standard: [BorrowedFd<'a>; 3],
+}
+
+impl GhostParts for Parts<'_> {
+    fn host_pid(&self, pid: GuestPid) -> Option<HostPid> {
+        self.hosts.get(&pid).copied()
+    }
+    fn shared(&self, id: SharedId) -> Option<BorrowedFd<'_>> {
+        self.shared.get(&id).copied()
+    }
+    fn outside(&self, standard: i32) -> Option<BorrowedFd<'_>> {
+        usize::try_from(standard).ok().and_then(|number| self.standard.get(number).copied())
+    }
+}
+
+/// Lets the ghost go: descriptors, address, connections, then everything runs.
+///
+/// The steps in order, and their undo: until the release, dropping the ghost ends it and nothing
+/// has left this host but an announcement of the address.
+pub fn take_over(spare: Spare, term: Term) -> anyhow::Result<Primary> {
+    let began = Instant::now();
+    let brain = spare.agent.brain.clone();
+    let taken = try_take_over(spare, term, began);
+    brain.tell(if taken.is_ok() { Event::TakeoverDone } else { Event::TakeoverFailed });
+    taken.context("take over")
+}
+
+fn try_take_over(mut spare: Spare, term: Term, began: Instant) -> anyhow::Result<Primary> {
+    let detect = spare.heard.map_or(Duration::ZERO, |heard| began - heard);
+    let mut held = spare.ghost.take().context("there is no ghost")?;
+    let image = held.ghost.image().context("the ghost is empty")?.clone();
+    for directory in &held.directories {
+        directory.promote().context("take the replicated directory over")?;
+    }
+    let outage = detect + held.settings.epoch;
+    let (restored, watch) = restore_files(&held, &image, outage)?;
+    let finalised = held.ghost.finalise(&restored.files, &restored.steps)?;
+    let finalise = began.elapsed();
+    if let Some(network) = held.network.as_mut() {
+        network.announce().context("announce the service address")?;
+    }
+    let live = || socket::go_live(&image.files, &restored.files);
+    held.ghost.namespaces().run(live).context("enter the ghost")??;
+    drop(restored.files);
+    let sockets = SocketCapture::open(held.ghost.namespaces().net.as_fd())?;
+    // The guest has the directories mounted by now.
+    let Held { ghost, offsets, directories, network, settings, mounts } = held;
+    drop(mounts);
+    let released = ghost.release(finalised)?;
+    let address = began.elapsed() - finalise;
+    for directory in &directories {
+        directory.discard_unopened();
+    }
+    let hosts: Vec<HostPid> = released.threads.iter().map(|thread| thread.host).collect();
+    let root = released.threads.iter().find(|thread| thread.tid == GuestPid(2));
+    let root = root.or(released.threads.first()).context("nothing was restored")?.host;
+    let guest = Guest::adopt(root, &hosts)?;
+    let epoch = image.position.epoch;
+    let failover = Failover { detect, finalise, address, epoch: epoch.0, term: term.0 };
+    spare.agent.reporter.failover(&failover);
+    tracing::info!(parts = ?released.parts, "finalised");
+    watch_connections(watch);
+    run_hook(&spare, &settings, term);
+    {
+        let mut face = spare.agent.face();
+        face.role = HostRole::Primary;
+        face.term = term;
+        face.settings = Some(settings.clone());
+    }
+    let mut maker = EpochMaker::new(guest, &settings, outside()?, sockets);
+    (maker.offsets, maker.directories, maker.names) = (offsets, directories, image.names);
+    (maker.term, maker.epoch) = (term, epoch);
+    Ok(Primary {
+        agent: spare.agent,
+        inbox: spare.inbox,
+        settings,
+        maker,
+        init: released.init,
+        network,
+        hearts: BTreeMap::new(),
+        sent: BTreeMap::new(),
+        told_protected: false,
+        told_refusal: String::new(),
+    })
+}
+
+fn restore_files(
+    held: &Held,
+    image: &Checkpoint,
+    outage: Duration,
+) -> anyhow::Result<(Restored, Option<GoLiveWatch>)> {
+    let (input, output, errors) = (std::io::stdin(), std::io::stdout(), std::io::stderr());
+    let parts = Parts {
+        hosts: held.ghost.host_pids(),
+        shared: held.ghost.all_shared_memory(),
+        standard: [input.as_fd(), output.as_fd(), errors.as_fd()],
+    };
+    let rules = held.settings.rules();
+    let own = restore::own_descriptors()?;
+    let tables: Vec<_> = image
+        .processes
+        .iter()
+        .filter_map(|process| match &process.state {
+            ProcessState::Alive(live) => Some((process.pid, &live.descriptors[..])),
+            ProcessState::Zombie { .. } => None,
+        })
+        .collect();
+    let age_ms = outage.as_millis() as u32;
+    let restore = || -> anyhow::Result<_> {
+        let watch = GoLiveWatch::open(&image.files, outage)?;
+        let context = RestoreContext::new(&parts, &rules, image.clocks, age_ms, own);
+        Ok((restore_all(&image.files, &tables, &context)?, watch))
+    };
+    held.ghost.namespaces().run(restore).context("enter the ghost")?
+}
+
+fn watch_connections(watch: Option<GoLiveWatch>) {
+    let Some(watch) = watch else { return };
+    let watching = move || match watch.run(WATCH) {
+        Ok(verdicts) => tracing::info!(?verdicts, "connections after the failover"),
+        Err(error) => tracing::warn!(%error, "connections could not be watched"),
+    };
+    let _ = std::thread::Builder::new().name("go-live".into()).spawn(watching);
+}
+
+fn run_hook(spare: &Spare, settings: &crate::settings::Settings, term: Term) {
+    let Some(command) = spare.hook.clone() else { return };
+    let address = settings.service.map(|service| service.address.to_string()).unwrap_or_default();
+    let (guest, reporter) = (settings.guest.clone(), spare.agent.reporter.clone());
+    let interface = spare.bridge.clone().unwrap_or_default();
+    let call = move || {
+        let event = HookEvent::Takeover;
+        let (address, guest, interface) = (&*address, &*guest, &*interface);
+        let call = HookCall { event, term, address, guest, interface };
+        if let Err(error) = hook::run(&command, &call, HOOK_PATIENCE) {
+            reporter.note(&format!("the takeover hook: {error}"));
+        }
+    };
+    let _ = std::thread::Builder::new().name("hook".into()).spawn(call);
+}
