@@ -1,6 +1,6 @@
 //! What an agent is made of, whichever part it plays.
 
-use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -116,7 +116,8 @@ impl Agent {
         reporter: Reporter,
     ) -> anyhow::Result<Self> {
         let socket = UdpSocket::bind("[::]:0").or_else(|_| UdpSocket::bind("0.0.0.0:0"));
-        let (heart, beating) = heart(socket.context("open heartbeat socket")?, HeartConfig::default());
+        let (heart, beating) =
+            heart(socket.context("open heartbeat socket")?, HeartConfig::default());
         let (ears, mailbox, note) = (brain.clone(), owner.clone(), reporter.clone());
         let tell = move |event: HeartEvent| match event {
             HeartEvent::Beat { beat, at } => {
@@ -183,8 +184,17 @@ impl Agent {
     pub fn add_peer(&self, node: NodeId, address: SocketAddr) {
         let mut face = self.face();
         face.peers.retain(|(known, _)| *known != node);
-        face.peers.push((node, address));
+        face.peers.push((node, self.reachable(address)));
         self.heart.set_peers(face.peers.iter().map(|(_, address)| *address).collect());
+    }
+
+    /// The heart's socket speaks IPv6, and IPv4 by mapped addresses, where there is IPv6 at all.
+    fn reachable(&self, address: SocketAddr) -> SocketAddr {
+        let v6 = self.heart.address().is_ok_and(|own| own.is_ipv6());
+        match address.ip() {
+            IpAddr::V4(v4) if v6 => SocketAddr::new(v4.to_ipv6_mapped().into(), address.port()),
+            _ => address,
+        }
     }
 
     /// Uses this key for heartbeats.

@@ -196,7 +196,9 @@ pub fn outside() -> anyhow::Result<Vec<OutsideDescriptor>> {
         std::io::stderr().as_fd().try_clone_to_owned()?,
     ];
     let numbered = (0..).zip(files);
-    Ok(numbered.map(|(number, file)| OutsideDescriptor::new(number, file)).collect::<Result<_, _>>()?)
+    Ok(numbered
+        .map(|(number, file)| OutsideDescriptor::new(number, file))
+        .collect::<Result<_, _>>()?)
 }
 
 fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {

@@ -136,7 +136,9 @@ impl EpochMaker {
     }
 
     fn lacks_room(&self) -> bool {
-        self.spares.values().any(|spare| spare.room_bytes() < ROOM_BYTES && spare.broken().is_none())
+        self.spares
+            .values()
+            .any(|spare| spare.room_bytes() < ROOM_BYTES && spare.broken().is_none())
     }
 
     fn each_spare(&self, send: impl Fn(&Sender) -> Result<(), hotspare_replica::Broken>) {

@@ -11,8 +11,7 @@ pub fn read() -> anyhow::Result<HostFacts> {
     let text = std::fs::read_to_string("/proc/cpuinfo")?;
     let flags = text.lines().find_map(|line| line.strip_prefix("flags"));
     let flags = flags.and_then(|line| line.split_once(':')).map_or("", |(_, flags)| flags);
-    let mut cpu_features: Vec<String> =
-        flags.split_ascii_whitespace().map(str::to_owned).collect();
+    let mut cpu_features: Vec<String> = flags.split_ascii_whitespace().map(str::to_owned).collect();
     cpu_features.sort();
     Ok(HostFacts { kernel, cpu_features, others: Vec::new() })
 }

@@ -52,8 +52,5 @@ pub fn mailbox<T>() -> anyhow::Result<(Mailbox<T>, Inbox<T>)> {
     let (sender, receiver) = channel();
     let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
     let bell = Arc::new(EventFd::from_value_and_flags(0, flags)?);
-    Ok((
-        Mailbox { messages: sender, bell: bell.clone() },
-        Inbox { messages: receiver, bell },
-    ))
+    Ok((Mailbox { messages: sender, bell: bell.clone() }, Inbox { messages: receiver, bell }))
 }

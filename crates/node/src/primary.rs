@@ -76,9 +76,9 @@ impl Primary {
             Err(error) => {
                 let text = format!("{error:#}");
                 if text != self.told_refusal {
-                    self.agent.reporter.note(&format!(
-                        "NOT PROTECTED at this time, the guest runs on: {text}"
-                    ));
+                    self.agent
+                        .reporter
+                        .note(&format!("NOT PROTECTED at this time, the guest runs on: {text}"));
                     self.told_refusal = text;
                 }
                 self.settings.epoch

@@ -20,9 +20,7 @@ impl FromStr for FileRule {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> anyhow::Result<Self> {
-        let (kind, path) = text
-            .split_once(':')
-            .context("write shared:/PATH or replicate:/PATH")?;
+        let (kind, path) = text.split_once(':').context("write shared:/PATH or replicate:/PATH")?;
         let replicated = match kind {
             "shared" => false,
             "replicate" => true,
@@ -90,8 +88,7 @@ impl Settings {
     /// Standing of the guest's paths.
     pub fn rules(&self) -> FileRules {
         FileRules::new(self.files.iter().map(|rule| {
-            let standing =
-                if rule.replicated { Standing::Replicated } else { Standing::Shared };
+            let standing = if rule.replicated { Standing::Replicated } else { Standing::Shared };
             (rule.path.clone(), standing)
         }))
     }

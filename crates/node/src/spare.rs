@@ -111,10 +111,7 @@ fn take(
     None
 }
 
-fn acknowledge(
-    replier: &Mutex<Replier<hotspare_replica::WriteHalf>>,
-    staged: &StagedCheckpoint,
-) {
+fn acknowledge(replier: &Mutex<Replier<hotspare_replica::WriteHalf>>, staged: &StagedCheckpoint) {
     let mut replier = replier.lock().unwrap_or_else(PoisonError::into_inner);
     // A primary that cannot hear it is gone; the reader will say so.
     let _ = replier.acknowledge(staged.position());

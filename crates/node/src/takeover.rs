@@ -13,9 +13,7 @@ use hotspare_kernel::HostPid;
 use hotspare_net::go_live::GoLiveWatch;
 use hotspare_net::hook::{self, HookCall, HookEvent};
 use hotspare_process::guest::Guest;
-use hotspare_process::objects::restore::{
-    self, GhostParts, RestoreContext, Restored, restore_all,
-};
+use hotspare_process::objects::restore::{self, GhostParts, RestoreContext, Restored, restore_all};
 use hotspare_process::objects::socket::{self, SocketCapture};
 use hotspare_replica::HostRole;
 
