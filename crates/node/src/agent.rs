@@ -56,12 +56,8 @@ pub struct SpareIn {
 
 /// A primary we follow.
 pub struct Joined {
-    /// Which.
-    pub node: NodeId,
     /// Its reign.
     pub term: Term,
-    /// Our place in the queue.
-    pub rank: u32,
     /// What it decides.
     pub settings: Settings,
     /// The way back.
@@ -88,6 +84,9 @@ pub struct Agent {
     face: Arc<Mutex<Face>>,
 }
 
+/// Rank and term of a spare that is welcome; none for one that is not.
+pub type Decision = Option<(u32, Term)>;
+
 /// How we present ourselves to other hosts.
 pub struct Face {
     /// Our part.
@@ -100,10 +99,14 @@ pub struct Face {
     pub settings: Option<Settings>,
     /// Port that other hosts can join at.
     pub listen_port: Option<u16>,
+    /// Last checkpoint taken or applied.
+    pub epoch: u64,
+    /// Spares of a primary.
+    pub spares: usize,
     /// Where heartbeats go.
     pub peers: Vec<(NodeId, SocketAddr)>,
     /// The brain's answers to spares that wait.
-    pub waiting: Vec<(NodeId, std::sync::mpsc::Sender<Option<(u32, Term)>>)>,
+    pub waiting: Vec<(NodeId, std::sync::mpsc::Sender<Decision>)>,
 }
 
 impl Agent {
@@ -143,6 +146,8 @@ impl Agent {
             key: None,
             settings: None,
             listen_port: None,
+            epoch: 0,
+            spares: 0,
             peers: Vec::new(),
             waiting: Vec::new(),
         };
@@ -178,6 +183,19 @@ impl Agent {
             heart_port: self.heart.address().map_or(0, |address| address.port()),
             listen_port: face.listen_port,
         }
+    }
+
+    /// What `hotspare status` shows.
+    pub fn status(&self) -> serde_json::Value {
+        let face = self.face();
+        serde_json::json!({
+            "pid": std::process::id(),
+            "guest": face.settings.as_ref().map_or("-", |settings| &settings.guest),
+            "role": face.role.to_string(),
+            "term": face.term.0,
+            "epoch": face.epoch,
+            "spares": face.spares,
+        })
     }
 
     /// Sends heartbeats to this peer, too.

@@ -21,6 +21,7 @@ use hotspare_replica::{HostRole, Identity, Security};
 
 use crate::agent::Agent;
 use crate::brain::{self, Brain};
+use crate::control;
 use crate::epoch::EpochMaker;
 use crate::link;
 use crate::mailbox::mailbox;
@@ -60,6 +61,14 @@ enum Command {
         #[arg(required = true)]
         hosts: Vec<String>,
     },
+    /// Show the agents of this host.
+    Status {
+        /// One JSON object a line.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Move the guest of this host's primary to its spare; nothing is lost.
+    Switchover,
     /// Show a failover on this machine: two simulated hosts, a real Redis, a kill.
     Demo {
         /// Keys in the Redis.
@@ -172,6 +181,8 @@ pub fn run(cli: Cli) -> anyhow::Result<u8> {
             }
             Ok(0)
         }
+        Command::Status { json } => control::status(json),
+        Command::Switchover => control::switchover(),
         Command::Demo { keys, epoch, picture } => {
             let mut options = hotspare_torture::demo::DemoOptions::new(std::env::current_exe()?);
             (options.keys, options.epoch, options.picture) = (keys, epoch, picture);
@@ -226,6 +237,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         let make = |now| Node::first(Config::new(node), now);
         brain::run(make, &events, &thinker.heart, &thinker.owner);
     })?;
+    control::serve(&agent)?;
     if let Some(listener) = listener {
         agent.listen(listener)?;
     }
@@ -309,6 +321,7 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
         let make = |now| (Node::spare(Config::new(node), now), Vec::new());
         brain::run(make, &events, &thinker.heart, &thinker.owner);
     })?;
+    control::serve(&agent)?;
     if let Some(primary) = arguments.join.clone() {
         join(&agent, primary)?;
     }

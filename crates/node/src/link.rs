@@ -9,7 +9,7 @@ use hotspare_cluster::Event;
 use hotspare_replica::message::RefuseCode;
 use hotspare_replica::{Channel, Compression, Greeting, Reply, Welcome, closed, sender};
 
-use crate::agent::{Agent, Message, SpareIn};
+use crate::agent::{Agent, Decision, Message, SpareIn};
 use crate::facts;
 
 /// Bytes that may wait for a spare; see `docs/formats/stream.md`.
@@ -50,7 +50,7 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     greeting.await_spare()?;
     let node = greeting.peer.node;
     let heart = SocketAddr::new(peer_address.ip(), greeting.peer.heart_port);
-    let (answer, decision) = channel_of_decision();
+    let (answer, decision) = channel::<Decision>();
     agent.face().waiting.push((node, answer));
     agent.brain.tell(Event::SpareJoined(node));
     let Some((rank, term)) = decision.recv_timeout(DECISION).ok().flatten() else {
@@ -100,11 +100,4 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     agent.owner.send(Message::SpareOut(node));
     agent.brain.tell(Event::StreamClosed { peer: node, how });
     Ok(())
-}
-
-type Decision = Option<(u32, hotspare_image::Term)>;
-
-fn channel_of_decision() -> (std::sync::mpsc::Sender<Decision>, std::sync::mpsc::Receiver<Decision>)
-{
-    channel()
 }

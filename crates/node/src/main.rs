@@ -4,6 +4,7 @@
 mod agent;
 mod brain;
 mod cli;
+mod control;
 mod epoch;
 mod facts;
 mod link;

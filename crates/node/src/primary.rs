@@ -41,6 +41,7 @@ impl Primary {
     /// Runs until the guest has ended or this host must not run it any more. Returns the exit
     /// status.
     pub fn run(mut self) -> anyhow::Result<u8> {
+        tracing::debug!(init = %self.init.host_pid(), "the guest runs");
         let mut next = Instant::now() + self.settings.epoch;
         loop {
             let wait = next.saturating_duration_since(Instant::now());
@@ -102,6 +103,11 @@ impl Primary {
                 lag: 0,
             },
         );
+        {
+            let mut face = self.agent.face();
+            face.epoch = taken.position.epoch.0;
+            face.spares = self.maker.spares.len();
+        }
         tracing::debug!(parts = ?taken.captured.parts, "pause");
     }
 

@@ -9,7 +9,6 @@ use hotspare_cluster::{Action, Closed, Event, Member};
 use hotspare_files::{ReplicatedDir, Role};
 use hotspare_image::memory::PageOwner;
 use hotspare_image::{Checkpoint, NodeId, Term};
-use hotspare_kernel::HostPid;
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::ghost::{Ghost, GhostConfig, clock_offsets};
 use hotspare_process::init::{ClockOffsets, InitConfig, WritablePath};
@@ -47,7 +46,7 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     let replier = Arc::new(Mutex::new(Replier::new(write)));
     let (node, term, rank) = (hello.node, welcome.term, welcome.rank);
     agent.brain.tell(Event::Joined { primary: node, term, rank });
-    let joined = Joined { node, term, rank, settings, replier: replier.clone() };
+    let joined = Joined { term, settings, replier: replier.clone() };
     agent.owner.send(Message::Joined(Box::new(joined)));
     let mut receiver = Receiver::new(read, StagingLimits::default());
     let (text, how) = loop {
@@ -245,6 +244,7 @@ impl Spare {
         match self.apply(&mut staged) {
             Ok(()) => {
                 self.agent.brain.tell(Event::Committed { term, position });
+                self.agent.face().epoch = position.epoch.0;
                 if let Some(joined) = self.following.as_ref().filter(|_| full) {
                     acknowledge(&joined.replier, &staged);
                 }
@@ -353,11 +353,6 @@ impl Held {
             directory.apply(set)?;
         }
         Ok(())
-    }
-
-    /// The ghost's process that is the guest's program.
-    pub fn root(&self) -> Option<HostPid> {
-        self.ghost.host_pid(hotspare_image::tree::GuestPid(2))
     }
 }
 
