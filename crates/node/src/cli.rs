@@ -15,6 +15,7 @@ use hotspare_image::tree::GuestPid;
 use hotspare_net::takeover::{ServiceAddress, ServiceNetwork};
 use hotspare_process::guest::Guest;
 use hotspare_process::init::{FirstProgram, Init, InitConfig};
+use hotspare_process::objects::ipc::IpcCapture;
 use hotspare_process::objects::outside::OutsideDescriptor;
 use hotspare_process::objects::socket::SocketCapture;
 use hotspare_replica::{HostRole, Identity, Security};
@@ -293,7 +294,8 @@ fn start_guest(
     }
     let names = nix::sys::utsname::uname()?;
     let sockets = SocketCapture::open(namespaces.net.as_fd())?;
-    let mut maker = EpochMaker::new(guest, settings, outside()?, sockets);
+    let ipc = IpcCapture::open(namespaces.ipc.into())?;
+    let mut maker = EpochMaker::new(guest, settings, outside()?, sockets, ipc);
     maker.directories = directories;
     maker.names = (
         names.nodename().to_string_lossy().into_owned(),

@@ -16,6 +16,7 @@ use hotspare_process::guest::Guest;
 use hotspare_process::init::ClockOffsets;
 use hotspare_process::objects::capture::DescriptorCapture;
 use hotspare_process::objects::error::{ObjectError, ObjectResult};
+use hotspare_process::objects::ipc::IpcCapture;
 use hotspare_process::objects::socket::SocketCapture;
 use hotspare_process::objects::table::GuestProcess;
 use hotspare_process::pages::{Content, PageRun};
@@ -38,6 +39,7 @@ pub struct EpochMaker {
     pub guest: Guest,
     pub descriptors: DescriptorCapture,
     pub sockets: SocketCapture,
+    pub ipc: IpcCapture,
     pub offsets: ClockOffsets,
     pub names: (String, String),
     pub directories: Vec<ReplicatedDir>,
@@ -78,11 +80,13 @@ impl EpochMaker {
         settings: &Settings,
         outside: Vec<hotspare_process::objects::outside::OutsideDescriptor>,
         sockets: SocketCapture,
+        ipc: IpcCapture,
     ) -> Self {
         Self {
             guest,
             descriptors: DescriptorCapture::new(settings.rules(), outside),
             sockets,
+            ipc,
             offsets: ClockOffsets::default(),
             names: (String::new(), String::new()),
             directories: Vec::new(),
@@ -239,7 +243,7 @@ impl EpochMaker {
     fn stop_and_take(
         &mut self,
     ) -> ObjectResult<Option<(Captured, Vec<hotspare_files::ChangeSet>)>> {
-        let Self { guest, descriptors, sockets, directories, .. } = self;
+        let Self { guest, descriptors, sockets, ipc, directories, .. } = self;
         let mut changes = Vec::new();
         let mut cut = || {
             for directory in directories.iter() {
@@ -249,6 +253,7 @@ impl EpochMaker {
             Ok(())
         };
         let mut objects = |guest: &Guest, shared: &mut SharedTable, checkpoint: &mut Checkpoint| {
+            ipc.capture_into(shared, checkpoint)?;
             take_descriptors(guest, shared, checkpoint, descriptors, sockets)
         };
         let mut rules = CheckpointRules { objects: &mut objects };

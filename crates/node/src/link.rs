@@ -1,7 +1,7 @@
 //! The primary's end of a stream: greets a spare, then carries its acknowledgements home.
 
 use std::net::SocketAddr;
-use std::sync::mpsc::channel;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -50,7 +50,7 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     greeting.await_spare()?;
     let node = greeting.peer.node;
     let heart = SocketAddr::new(peer_address.ip(), greeting.peer.heart_port);
-    let (answer, decision) = channel::<Decision>();
+    let (answer, decision) = mpsc::channel::<Decision>();
     agent.face().waiting.push((node, answer));
     agent.brain.tell(Event::SpareJoined(node));
     let Some((rank, term)) = decision.recv_timeout(DECISION).ok().flatten() else {

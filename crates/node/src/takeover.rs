@@ -13,6 +13,7 @@ use hotspare_kernel::HostPid;
 use hotspare_net::go_live::GoLiveWatch;
 use hotspare_net::hook::{self, HookCall, HookEvent};
 use hotspare_process::guest::Guest;
+use hotspare_process::objects::ipc::{self, IpcCapture};
 use hotspare_process::objects::restore::{self, GhostParts, RestoreContext, Restored, restore_all};
 use hotspare_process::objects::socket::{self, SocketCapture};
 use hotspare_replica::HostRole;
@@ -65,6 +66,7 @@ fn try_take_over(mut spare: Spare, term: Term, began: Instant) -> anyhow::Result
         directory.promote().context("take the replicated directory over")?;
     }
     let outage = detect + held.settings.epoch;
+    ipc::restore_in(&image.ipc, held.ghost.namespaces().ipc.as_fd())?;
     let (restored, watch) = restore_files(&held, &image, outage)?;
     let finalised = held.ghost.finalise(&restored.files, &restored.steps)?;
     let finalise = began.elapsed();
@@ -75,6 +77,7 @@ fn try_take_over(mut spare: Spare, term: Term, began: Instant) -> anyhow::Result
     held.ghost.namespaces().run(live).context("enter the ghost")??;
     drop(restored.files);
     let sockets = SocketCapture::open(held.ghost.namespaces().net.as_fd())?;
+    let queues = IpcCapture::open(held.ghost.namespaces().ipc.as_fd().try_clone_to_owned()?)?;
     // The guest has the directories mounted by now.
     let Held { ghost, offsets, directories, network, settings, mounts } = held;
     drop(mounts);
@@ -99,7 +102,7 @@ fn try_take_over(mut spare: Spare, term: Term, began: Instant) -> anyhow::Result
         face.term = term;
         face.settings = Some(settings.clone());
     }
-    let mut maker = EpochMaker::new(guest, &settings, outside()?, sockets);
+    let mut maker = EpochMaker::new(guest, &settings, outside()?, sockets, queues);
     (maker.offsets, maker.directories, maker.names) = (offsets, directories, image.names);
     (maker.term, maker.epoch) = (term, epoch);
     Ok(Primary {

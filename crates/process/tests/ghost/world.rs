@@ -118,12 +118,7 @@ impl Primary {
         let (descriptors, sockets) = (&mut self.descriptors, &mut self.sockets);
         let ipc = &mut self.ipc;
         let mut objects = |guest: &Guest, shared: &mut SharedTable, checkpoint: &mut Checkpoint| {
-            let taken = ipc.capture()?;
-            for segment in &taken.segments {
-                let kind = segment.kind.clone();
-                shared.note_segment(segment.file.as_fd(), kind, segment.used)?;
-            }
-            checkpoint.ipc = taken.ipc;
+            ipc.capture_into(shared, checkpoint)?;
             take_descriptors(guest, shared, checkpoint, descriptors, sockets)
         };
         let mut rules = CheckpointRules { objects: &mut objects };
