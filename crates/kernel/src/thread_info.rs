@@ -197,6 +197,29 @@ fn limits_as_text(pid: HostPid) -> Result<Vec<(u64, u64)>> {
         .collect()
 }
 
+/// Children that thread `tid` made; none if it is gone.
+pub fn children(tid: HostPid) -> Result<Vec<HostPid>> {
+    let text = match std::fs::read_to_string(format!("/proc/{tid}/task/{tid}/children")) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(KernelError::io("read children")(error)),
+    };
+    Ok(text.split_ascii_whitespace().filter_map(|word| word.parse().ok()).map(HostPid).collect())
+}
+
+/// wait(2) status of a process that has ended; `None` if it lives or is gone.
+pub fn zombie_status(pid: HostPid) -> Result<Option<i32>> {
+    let text = match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(KernelError::io("read process state")(error)),
+    };
+    // The name, in parentheses, may hold anything; the state follows, the status is the last.
+    let rest = text.rsplit_once(')').map_or("", |(_, rest)| rest).trim();
+    let status = rest.rsplit(' ').next().and_then(|word| word.parse().ok());
+    Ok(status.filter(|_| rest.starts_with('Z')))
+}
+
 /// Scheduling of a thread: policy, priority, nice value, reset-on-fork.
 pub fn scheduling(tid: HostPid) -> Result<(u32, u32, i32, bool)> {
     let mut attributes = [0u32; 14];

@@ -273,7 +273,7 @@ fn check_mappings(mappings: &[Mapping]) -> GhostResult<()> {
     let mut last = 0;
     for mapping in mappings {
         let range = mapping.range;
-        let aligned = range.start.0 % 4096 == 0 && range.end.0 % 4096 == 0;
+        let aligned = range.start.0.is_multiple_of(4096) && range.end.0.is_multiple_of(4096);
         if range.start.0 < last || range.bytes() == 0 || !aligned || range.end.0 > 1 << 47 {
             return Err(GhostError::Image(format!("mapping {range:?}")));
         }

@@ -17,7 +17,7 @@ use hotspare_image::Checkpoint;
 use hotspare_image::memory::{AddressSpace, MmId, PageOwner, SharedId};
 use hotspare_image::objects::FileId;
 use hotspare_image::tree::{ClockReading, GuestPid, LiveProcess, Process, ProcessState};
-use hotspare_kernel::HostPid;
+use hotspare_kernel::{HostPid, ptrace};
 
 use crate::init::{ClockOffsets, GuestNamespaces, Init, InitConfig};
 use crate::pages::PageRun;
@@ -260,16 +260,21 @@ impl Ghost {
     pub fn release(mut self, finalised: Finalised) -> GhostResult<Released> {
         let Finalised { threads, stopped, parts } = finalised;
         for thread in &threads {
-            if stopped.contains(&thread.process) {
-                hotspare_kernel::ptrace::listen(thread.host)?;
+            let resumed = if stopped.contains(&thread.process) {
+                ptrace::listen(thread.host)
             } else {
-                hotspare_kernel::ptrace::cont(thread.host, 0)?;
+                ptrace::cont(thread.host, 0)
+            };
+            match resumed {
+                // Those let go before it have ended it already.
+                Err(error) if error.is_died() => {}
+                other => other?,
             }
         }
         // Nothing of it is ours to end any more.
         self.bodies.clear();
         match self.init.take() {
-            Some(init) => Ok(Released { init, threads, parts, stopped }),
+            Some(init) => Ok(Released { init, threads, stopped, parts }),
             None => Err(GhostError::Image("a ghost without init".into())),
         }
     }

@@ -56,7 +56,7 @@ impl Body {
         ptrace::suspend_seccomp(host, true)?;
         for filter in &seccomp.filters {
             let limit = 4096 * 8;
-            if filter.program.len() > limit || filter.program.len() % 8 != 0 {
+            if filter.program.len() > limit || !filter.program.len().is_multiple_of(8) {
                 return Err(GhostError::Image("length of a seccomp filter".into()));
             }
             // Slots from 2 on are not in use: room for the longest program.

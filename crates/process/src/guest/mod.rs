@@ -62,6 +62,7 @@ impl Guest {
         for tid in threads {
             guest.register(*tid)?;
         }
+        guest.find_zombies()?;
         Ok(guest)
     }
 

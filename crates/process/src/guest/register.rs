@@ -66,6 +66,18 @@ pub struct Ended {
 }
 
 impl Guest {
+    /// Enters the children of an adopted tree that have ended and that nobody has waited for.
+    pub(crate) fn find_zombies(&mut self) -> ObjectResult<()> {
+        for tid in self.threads.keys() {
+            for child in thread_info::children(*tid)? {
+                if let Some(status) = thread_info::zombie_status(child)? {
+                    self.ended.insert(child, Ended { status });
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Enters a thread, and its process if that is new.
     pub(crate) fn register(&mut self, tid: HostPid) -> ObjectResult<()> {
         if self.threads.contains_key(&tid) {

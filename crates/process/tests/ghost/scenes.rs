@@ -7,7 +7,12 @@ use super::world::{Primary, Spare};
 
 type Scene = fn();
 
-const SCENES: &[(&str, Scene)] = &[("a_counting_program_counts_on", counts_on)];
+const SCENES: &[(&str, Scene)] = &[
+    ("a_counting_program_counts_on", counts_on),
+    ("a_pipeline_of_shells_goes_on_through_three_hosts", pipeline_goes_on),
+    ("threads_and_memory_survive_fifty_increments", memory_survives),
+    ("a_ghost_that_is_dropped_leaves_no_process", dropped_ghost_is_gone),
+];
 
 pub fn names() -> impl Iterator<Item = &'static str> {
     SCENES.iter().map(|(name, _)| *name)
@@ -85,5 +90,82 @@ fn counts_on() {
     assert!(begin > 20 && begin <= last + 1, "goes on at {begin}, had printed {last}");
     for next in begin + 1..begin + 50 {
         assert_eq!(line(), next);
+    }
+}
+
+/// Moves the guest to another host after `epochs` increments.
+fn moved(mut primary: Primary, epochs: usize) -> Primary {
+    let first = primary.checkpoint();
+    let mut spare = Spare::start(&first.0);
+    spare.apply(first);
+    for _ in 0..epochs {
+        primary.run_for(Duration::from_millis(5));
+        spare.apply(primary.checkpoint());
+    }
+    primary.die();
+    spare.take_over()
+}
+
+const PIPELINE: &str = "
+i=0
+while true; do i=$((i+1)); echo $i; sleep 0.002; done | cat | while read x; do echo $x; done
+";
+
+fn pipeline_goes_on() {
+    let mut primary = Primary::start(&["sh", "-c", PIPELINE]);
+    let mut next: u64 = primary.line().parse::<u64>().expect("a number") + 1;
+    for _ in 0..3 {
+        primary = moved(primary, 5);
+        let begin: u64 = primary.line().parse().expect("a number");
+        assert!(begin >= next, "went back from {next} to {begin}");
+        for wanted in begin + 1..begin + 20 {
+            assert_eq!(primary.line(), wanted.to_string());
+            next = wanted;
+        }
+    }
+}
+
+const MEMORY: &str = "
+import threading, hashlib, time, mmap, os
+lock = threading.Lock()
+blocks = {}
+def work(me):
+    n = 0
+    while True:
+        n += 1
+        data = os.urandom(1000 + n % 9000)
+        area = mmap.mmap(-1, 1 << 16)
+        area[:len(data)] = data
+        with lock:
+            for key, (digest, length, area_of) in blocks.items():
+                if hashlib.md5(area_of[:length]).digest() != digest:
+                    print('LOST', key, flush=True)
+            blocks[(me, n % 20)] = (hashlib.md5(data).digest(), len(data), area)
+            print('ok', flush=True)
+        time.sleep(0.001)
+for me in range(4):
+    threading.Thread(target=work, args=(me,)).start()
+";
+
+fn memory_survives() {
+    let mut primary = Primary::start(&["python3", "-c", MEMORY]);
+    primary.line();
+    let mut primary = moved(primary, 50);
+    for _ in 0..300 {
+        assert_eq!(primary.line(), "ok");
+    }
+}
+
+fn dropped_ghost_is_gone() {
+    let mut primary = Primary::start(&["python3", "-c", COUNTER]);
+    primary.run_until("3");
+    let first = primary.checkpoint();
+    let mut spare = Spare::start(&first.0);
+    spare.apply(first);
+    let hosts = spare.ghost.host_pids();
+    assert_eq!(hosts.len(), 1);
+    drop(spare);
+    for host in hosts.values() {
+        assert!(!std::path::Path::new(&format!("/proc/{host}")).exists());
     }
 }

@@ -53,7 +53,7 @@ impl Primary {
             arguments: arguments.iter().map(|text| text.to_string()).collect(),
             environment: vec![
                 "PATH=/usr/local/bin:/usr/bin:/bin".into(),
-                "GUEST_STEPS=30".into(),
+                format!("GUEST_STEPS={}", std::env::var("STEPS").unwrap_or("40".into())),
                 "GUEST_STEP_MS=30".into(),
             ],
             directory: "/".into(),
