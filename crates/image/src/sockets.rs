@@ -185,6 +185,9 @@ pub struct TcpSocket {
     /// Options that differ from a new socket's.
     #[n(4)]
     pub options: Vec<SocketOption>,
+    /// `IPPROTO_TCP` or `IPPROTO_MPTCP`, which the Go runtime listens with.
+    #[n(5)]
+    pub protocol: i32,
 }
 
 /// State of a TCP socket.

@@ -38,6 +38,37 @@ fn an_idle_ipv6_connection_and_its_listener_survive() {
     an_idle_connection_survives(true);
 }
 
+/// The Go runtime listens like this; clients that know no MPTCP get plain connections.
+#[test]
+fn an_mptcp_listener_and_its_plain_connection_survive() {
+    use hotspare_image::sockets::SocketAddress;
+    use hotspare_kernel::socket;
+    for v6 in [false, true] {
+        let stage = Stage::new(v6);
+        let (family, address) = (stage.family(), SocketAddress::from(stage.address()));
+        let listener = stage.lab.host(0).inside(move || {
+            let fd =
+                socket::create(family, libc::SOCK_STREAM, libc::IPPROTO_MPTCP).expect("create");
+            let reuse = libc::SO_REUSEADDR;
+            socket::set_option_i32(fd.as_fd(), libc::SOL_SOCKET, reuse, 1).expect("set");
+            socket::bind(fd.as_fd(), &address.0).expect("bind");
+            socket::listen(fd.as_fd(), 77).expect("listen");
+            TcpListener::from(fd)
+        });
+        let (mut client, mut server) = stage.connect(&listener);
+        both_ways(&mut client, &mut server);
+        let images = stage.capture_all(&[server.as_fd(), listener.as_fd()]);
+        assert_eq!(images[1].protocol, libc::IPPROTO_MPTCP);
+        assert_eq!(images[1].state, TcpState::Listening { backlog: 77 });
+        let mut restored = stage.fail_over(images);
+        let listener = TcpListener::from(restored.pop().expect("two"));
+        let mut server = as_stream(restored.pop().expect("two"));
+        both_ways(&mut client, &mut server);
+        let (mut client, mut server) = stage.connect(&listener);
+        both_ways(&mut client, &mut server);
+    }
+}
+
 #[test]
 fn unread_bytes_are_read_on_the_spare() {
     let stage = Stage::new(false);

@@ -100,8 +100,13 @@ impl SocketCapture {
         }
         let options = &mut self.options;
         match (domain, kind, protocol) {
-            (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM, libc::IPPROTO_TCP) => {
-                Ok(Object::Tcp(tcp::capture(fd, domain, inode, &mut self.tcp, options)?))
+            (
+                libc::AF_INET | libc::AF_INET6,
+                libc::SOCK_STREAM,
+                libc::IPPROTO_TCP | libc::IPPROTO_MPTCP,
+            ) => {
+                let cache = &mut self.tcp;
+                Ok(Object::Tcp(tcp::capture(fd, socket_kind, inode, cache, options)?))
             }
             (libc::AF_INET | libc::AF_INET6, libc::SOCK_DGRAM, libc::IPPROTO_UDP) => {
                 Ok(Object::Udp(udp::capture(fd, domain, inode, options)?))
@@ -146,7 +151,6 @@ fn family_name(domain: i32, protocol: i32) -> String {
         other => return format!("a socket of family {other}, protocol {protocol}"),
     };
     match protocol {
-        262 => format!("{family} MPTCP"),
         libc::IPPROTO_SCTP => format!("{family} SCTP"),
         libc::IPPROTO_ICMP | libc::IPPROTO_ICMPV6 => format!("{family} ping socket"),
         protocol => format!("{family} socket of protocol {protocol}"),

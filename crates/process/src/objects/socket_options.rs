@@ -227,7 +227,7 @@ pub struct SocketKind {
 
 impl SocketKind {
     fn is_tcp(self) -> bool {
-        self.kind == libc::SOCK_STREAM && self.protocol == TCP
+        self.kind == libc::SOCK_STREAM && [TCP, libc::IPPROTO_MPTCP].contains(&self.protocol)
     }
 
     fn rules(self) -> Vec<&'static Rule> {

@@ -201,7 +201,7 @@ fn counters(info: &TcpInfo) -> (u8, u64, u64, u32) {
 /// `fd` is a duplicate of the guest's descriptor. The socket is as before afterwards.
 pub fn capture(
     fd: BorrowedFd<'_>,
-    family: i32,
+    kind: SocketKind,
     inode: u64,
     cache: &mut TcpCache,
     options: &mut OptionReader,
@@ -212,6 +212,8 @@ pub fn capture(
         state::CLOSE => closed(fd)?,
         state::SYN_SENT | state::SYN_RECEIVED => lost(fd, "it was being set up"),
         state::TIME_WAIT => lost(fd, "it had ended"),
+        // A listener's connections are MPTCP only if their clients are.
+        _ if kind.protocol == libc::IPPROTO_MPTCP => lost(fd, "it is an MPTCP connection"),
         state::ESTABLISHED
         | state::FIN_WAIT1
         | state::FIN_WAIT2
@@ -225,9 +227,9 @@ pub fn capture(
         Some(connection) if connected => Some(connection.local.clone()),
         _ => bound_address(fd)?,
     };
-    let kind = SocketKind { domain: family, kind: libc::SOCK_STREAM, protocol: libc::IPPROTO_TCP };
     let options = options.capture(fd, inode, kind, connected)?;
-    Ok(TcpSocket { inode, family, local, state, options })
+    let SocketKind { domain: family, protocol, .. } = kind;
+    Ok(TcpSocket { inode, family, local, state, options, protocol })
 }
 
 fn bound_address(fd: BorrowedFd<'_>) -> ObjectResult<Option<SocketAddress>> {
@@ -363,7 +365,7 @@ pub fn restore(image: &TcpSocket, age_ms: u32) -> ObjectResult<OwnedFd> {
 
 /// A socket with all its options, bound, not connected.
 fn new_socket(image: &TcpSocket, local: Option<&SocketAddress>) -> ObjectResult<OwnedFd> {
-    let fd = socket::create(image.family, libc::SOCK_STREAM, 0)?;
+    let fd = socket::create(image.family, libc::SOCK_STREAM, image.protocol)?;
     let borrowed = fd.as_fd();
     prepare_bind(borrowed, image.family)?;
     restore_options(borrowed, &image.options, Moment::Created)?;
@@ -378,12 +380,20 @@ fn new_socket(image: &TcpSocket, local: Option<&SocketAddress>) -> ObjectResult<
 /// Lets bind(2) and connect(2) succeed before the address is there and beside other sockets.
 fn prepare_bind(fd: BorrowedFd<'_>, family: i32) -> ObjectResult<()> {
     socket::set_option_i32(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, 1)?;
-    socket::set_option_i32(fd, libc::IPPROTO_IP, libc::IP_FREEBIND, 1)?;
-    socket::set_option_i32(fd, libc::IPPROTO_IP, libc::IP_TRANSPARENT, 1)?;
+    set_if_known(fd, libc::IPPROTO_IP, libc::IP_FREEBIND, 1)?;
+    set_if_known(fd, libc::IPPROTO_IP, libc::IP_TRANSPARENT, 1)?;
     if family == libc::AF_INET6 {
-        socket::set_option_i32(fd, libc::IPPROTO_IPV6, libc::IPV6_TRANSPARENT, 1)?;
+        set_if_known(fd, libc::IPPROTO_IPV6, libc::IPV6_TRANSPARENT, 1)?;
     }
     Ok(())
+}
+
+/// MPTCP sockets do not know every option.
+fn set_if_known(fd: BorrowedFd<'_>, level: i32, name: i32, value: i32) -> ObjectResult<()> {
+    match socket::set_option_i32(fd, level, name, value) {
+        Err(error) if !socket::is_unknown_option(&error) => Err(error.into()),
+        _ => Ok(()),
+    }
 }
 
 /// Undoes [`prepare_bind`] and gives every option its value.
@@ -393,7 +403,7 @@ fn finish_options(fd: BorrowedFd<'_>, image: &TcpSocket) -> ObjectResult<()> {
         [(generic, libc::SO_REUSEADDR), (ip, libc::IP_FREEBIND), (ip, libc::IP_TRANSPARENT)]
     {
         let value = option_value(&image.options, level, name).unwrap_or(0);
-        socket::set_option_i32(fd, level, name, value)?;
+        set_if_known(fd, level, name, value)?;
     }
     restore_options(fd, &image.options, Moment::InPlace)
 }
@@ -576,6 +586,7 @@ pub fn abandoned_peer(image: &TcpSocket) -> Option<TcpSocket> {
         local: Some(connection.remote.clone()),
         state: TcpState::Connected(Box::new(mirrored)),
         options: Vec::new(),
+        protocol: libc::IPPROTO_TCP,
     })
 }
 

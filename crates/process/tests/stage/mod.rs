@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use hotspare_image::sockets::TcpSocket;
 use hotspare_kernel::segment::SegmentSender;
-use hotspare_process::objects::socket_options::OptionReader;
+use hotspare_kernel::socket::get_option_i32;
+use hotspare_process::objects::socket_options::{OptionReader, SocketKind};
 use hotspare_process::objects::tcp::{self, TcpCache};
 use hotspare_torture::lab::Lab;
 
@@ -47,6 +48,11 @@ impl Stage {
         (client, server)
     }
 
+    /// The service address, any port.
+    pub fn address(&self) -> SocketAddr {
+        SocketAddr::new(self.service, 0)
+    }
+
     pub fn family(&self) -> i32 {
         if self.service.is_ipv6() { libc::AF_INET6 } else { libc::AF_INET }
     }
@@ -54,7 +60,10 @@ impl Stage {
     pub fn capture(&self, socket: &impl AsFd, cache: &mut TcpCache) -> TcpSocket {
         let mut options = OptionReader::default();
         let inode = socket.as_fd().as_raw_fd() as u64;
-        tcp::capture(socket.as_fd(), self.family(), inode, cache, &mut options).expect("capture")
+        let protocol = libc::SO_PROTOCOL;
+        let protocol = get_option_i32(socket.as_fd(), libc::SOL_SOCKET, protocol).expect("get");
+        let kind = SocketKind { domain: self.family(), kind: libc::SOCK_STREAM, protocol };
+        tcp::capture(socket.as_fd(), kind, inode, cache, &mut options).expect("capture")
     }
 
     pub fn capture_all<T: AsFd>(&self, sockets: &[T]) -> Vec<TcpSocket> {
