@@ -361,6 +361,7 @@ impl OptionReader {
                 options.push(SocketOption { level: rule.0, name: rule.1, value });
             }
         }
+        leave_to_kernel(&mut options, kind, &self.known(kind)?.rules);
         let program = filter(fd).map_err(|_| {
             ObjectError::refused("a socket", "an eBPF program is attached, which cannot be read")
         })?;
@@ -371,6 +372,28 @@ impl OptionReader {
         Ok(options)
     }
 }
+
+/// Leaves out buffer sizes of TCP sockets that the kernel chose and will choose again. A receive
+/// buffer that it let grow is kept, because the peer has been told of it.
+fn leave_to_kernel(options: &mut Vec<SocketOption>, kind: SocketKind, rules: &[(&Rule, Value)]) {
+    let locked = option_value(options, SOCKET, SO_BUF_LOCK).unwrap_or(0);
+    let fresh = rules.iter().find(|(rule, _)| (rule.0, rule.1) == (SOCKET, libc::SO_RCVBUF));
+    let fresh =
+        fresh.map_or(0, |(_, value)| value.bytes[..4].try_into().map_or(0, i32::from_ne_bytes));
+    options.retain(|option| match (option.level, option.name) {
+        (SOCKET, libc::SO_SNDBUF) => !kind.is_tcp() || locked & SEND_LOCKED != 0,
+        (SOCKET, libc::SO_RCVBUF) => {
+            let size = option.value.get(..4).and_then(|bytes| bytes.try_into().ok());
+            let grown = size.map_or(0, i32::from_ne_bytes) > fresh;
+            !kind.is_tcp() || locked & RECEIVE_LOCKED != 0 || grown
+        }
+        _ => true,
+    });
+}
+
+/// Bits of `SO_BUF_LOCK` (linux/socket.h).
+const SEND_LOCKED: i32 = 1;
+const RECEIVE_LOCKED: i32 = 2;
 
 /// Refuses a connection whose bytes go through an upper layer in the kernel (kTLS).
 pub fn refuse_upper_layer(fd: BorrowedFd<'_>) -> ObjectResult<()> {
@@ -435,17 +458,17 @@ pub fn restore_options(
             | (Way::AfterBind | Way::AfterConnect | Way::Last, Moment::Created) => {}
         }
     }
-    if moment == Moment::InPlace {
-        unlock_buffers(fd, options)?;
+    let sized = options.iter().any(|option| matches!(way(option), Way::Buffer(_)));
+    if moment == Moment::InPlace && sized {
+        release_buffers(fd, options)?;
     }
     Ok(())
 }
 
 /// A buffer that was sized by force counts as sized by its owner, and would never grow by
 /// itself again. Only where the guest had locked it, it stays so.
-fn unlock_buffers(fd: BorrowedFd<'_>, options: &[SocketOption]) -> ObjectResult<()> {
-    let sized = options.iter().any(|option| matches!(way(option), Way::Buffer(_)));
-    if sized && option_value(options, SOCKET, SO_BUF_LOCK).is_none() {
+pub fn release_buffers(fd: BorrowedFd<'_>, options: &[SocketOption]) -> ObjectResult<()> {
+    if option_value(options, SOCKET, SO_BUF_LOCK).is_none() {
         set_option_i32(fd, SOCKET, SO_BUF_LOCK, 0)?;
     }
     Ok(())

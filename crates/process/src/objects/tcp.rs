@@ -37,7 +37,8 @@ use hotspare_kernel::tcp::{self, HandshakeOptions, Queue, Repair, RepairWindow, 
 
 use super::error::{ObjectError, ObjectResult};
 use super::socket_options::{
-    Moment, OptionReader, SocketKind, option_value, refuse_upper_layer, restore_options,
+    Moment, OptionReader, SocketKind, option_value, refuse_upper_layer, release_buffers,
+    restore_options,
 };
 
 /// Most bytes of one queue of one connection that travel; a connection with more is busy, and
@@ -373,37 +374,41 @@ fn new_socket(image: &TcpSocket, local: Option<&SocketAddress>) -> ObjectResult<
         let bound = socket::bind(borrowed, &local.0);
         bound.map_err(ObjectError::kernel(format!("bind {:?}", local.internet())))?;
     }
-    finish_options(borrowed, image)?;
+    let (level, name) = (libc::SOL_SOCKET, libc::SO_REUSEADDR);
+    if option_value(&image.options, level, name).is_none() {
+        socket::set_option_i32(borrowed, level, name, 0)?;
+    }
+    finish_options(borrowed, image, false)?;
     Ok(fd)
 }
 
-/// Lets bind(2) and connect(2) succeed before the address is there and beside other sockets.
+/// Lets bind(2) succeed beside other sockets and, as connect(2), before the address is there.
 fn prepare_bind(fd: BorrowedFd<'_>, family: i32) -> ObjectResult<()> {
     socket::set_option_i32(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, 1)?;
-    set_if_known(fd, libc::IPPROTO_IP, libc::IP_FREEBIND, 1)?;
-    set_if_known(fd, libc::IPPROTO_IP, libc::IP_TRANSPARENT, 1)?;
-    if family == libc::AF_INET6 {
-        set_if_known(fd, libc::IPPROTO_IPV6, libc::IPV6_TRANSPARENT, 1)?;
-    }
-    Ok(())
+    set_transparent(fd, family, 1)
 }
 
-/// MPTCP sockets do not know every option.
-fn set_if_known(fd: BorrowedFd<'_>, level: i32, name: i32, value: i32) -> ObjectResult<()> {
+/// One flag of the kernel's behind both options. MPTCP sockets may not know it.
+fn set_transparent(fd: BorrowedFd<'_>, family: i32, value: i32) -> ObjectResult<()> {
+    let (level, name) = match family {
+        libc::AF_INET6 => (libc::IPPROTO_IPV6, libc::IPV6_TRANSPARENT),
+        _ => (libc::IPPROTO_IP, libc::IP_TRANSPARENT),
+    };
     match socket::set_option_i32(fd, level, name, value) {
         Err(error) if !socket::is_unknown_option(&error) => Err(error.into()),
         _ => Ok(()),
     }
 }
 
-/// Undoes [`prepare_bind`] and gives every option its value.
-fn finish_options(fd: BorrowedFd<'_>, image: &TcpSocket) -> ObjectResult<()> {
-    let (generic, ip) = (libc::SOL_SOCKET, libc::IPPROTO_IP);
-    for (level, name) in
-        [(generic, libc::SO_REUSEADDR), (ip, libc::IP_FREEBIND), (ip, libc::IP_TRANSPARENT)]
-    {
-        let value = option_value(&image.options, level, name).unwrap_or(0);
-        set_if_known(fd, level, name, value)?;
+/// Undoes [`prepare_bind`] and gives every option its value. `forced`: queues were filled, so
+/// that buffers were sized by force.
+fn finish_options(fd: BorrowedFd<'_>, image: &TcpSocket, forced: bool) -> ObjectResult<()> {
+    let (level, name) = (libc::IPPROTO_IP, libc::IP_TRANSPARENT);
+    if option_value(&image.options, level, name).is_none() {
+        set_transparent(fd, image.family, 0)?;
+    }
+    if forced {
+        release_buffers(fd, &image.options)?;
     }
     restore_options(fd, &image.options, Moment::InPlace)
 }
@@ -414,7 +419,8 @@ fn connected(image: &TcpSocket, connection: &TcpConnection, age_ms: u32) -> Obje
     };
     let fd = socket::create(image.family, libc::SOCK_STREAM, 0)?;
     let borrowed = fd.as_fd();
-    prepare_bind(borrowed, image.family)?;
+    set_transparent(borrowed, image.family, 1)?;
+    // In repair mode a socket shares any port, and forgets SO_REUSEADDR when it leaves.
     let repair = Repair::enter(borrowed)?;
     restore_options(borrowed, &image.options, Moment::Created)?;
     let what = || format!("TCP connection {:?} – {remote}", local.internet());
@@ -514,7 +520,7 @@ pub fn go_live(image: &TcpSocket, fd: BorrowedFd<'_>) -> ObjectResult<()> {
         let taken = socket::send(fd, rest, libc::MSG_DONTWAIT);
         rest = &rest[taken.map_err(ObjectError::kernel("refill send queue"))?..];
     }
-    finish_options(fd, image)
+    finish_options(fd, image, !outgoing.is_empty() || !connection.unread.is_empty())
 }
 
 /// Closes again what was closed: the peer's direction if `sender` is to say it for the peer, and
