@@ -189,7 +189,13 @@ impl Sources for SourceSet {
             let found = self.shared.get(object).ok_or_else(|| {
                 GhostError::Image(format!("mapping of unknown shared memory {}", object.0))
             })?;
-            let file = if *writable && !private { &found.file } else { &found.reader };
+            // Once it is sealed, only mappings that can never be written to exist.
+            let sealed = matches!(
+                found.image.kind,
+                SharedKind::Memfd { seals, .. } if seals & libc::F_SEAL_WRITE as u32 != 0
+            );
+            let writes = *writable && !private && !sealed;
+            let file = if writes { &found.file } else { &found.reader };
             return Ok(file.as_fd());
         }
         let found = key_of(&mapping.backing)?.and_then(|key| self.files.get(&key));
