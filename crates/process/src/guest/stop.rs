@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use hotspare_kernel::HostPid;
-use hotspare_kernel::ptrace::{self, Stop, Waited, Whose};
+use hotspare_kernel::ptrace::{self, Registers, Stop, Waited, Whose, reg};
 
 use super::{Guest, gone_is_fine};
 use crate::objects::error::{ObjectError, ObjectResult};
@@ -104,6 +104,7 @@ impl Guest {
                 && let Ok(registers) = ptrace::registers(tid)
             {
                 crate::capture::threads::note_restart(thread, &registers);
+                gone_is_fine(wait_on(tid, registers))?;
             }
             thread.held = Some(held);
         }
@@ -124,4 +125,31 @@ impl Guest {
         }
         Ok(())
     }
+}
+
+/// Some calls are ended by a stop with `EINTR` and not restarted by Linux (signal(7), "Interruption
+/// of system calls and library functions by stop signals"). Where such a call waits without end
+/// and no signal has come, it is made again, so that the program does not see our stop. One that
+/// waits for a limited time would wait too long; its program sees what Linux documents.
+fn wait_on(tid: HostPid, mut registers: Registers) -> hotspare_kernel::Result<()> {
+    let call = registers[reg::ORIG_RAX] as i64;
+    let endless = registers[reg::RAX] as i64 == i64::from(-libc::EINTR)
+        && match call {
+            libc::SYS_epoll_wait | libc::SYS_epoll_pwait => (registers[reg::R10] as i32) < 0,
+            libc::SYS_epoll_pwait2 | libc::SYS_semtimedop => registers[reg::R10] == 0,
+            libc::SYS_rt_sigtimedwait => registers[reg::RDX] == 0,
+            libc::SYS_semop => true,
+            _ => false,
+        };
+    if !endless
+        || !ptrace::queued_signals(tid, false)?.is_empty()
+        || !ptrace::queued_signals(tid, true)?.is_empty()
+    {
+        return Ok(());
+    }
+    const SYSCALL_BYTES: u64 = 2;
+    registers[reg::RIP] = registers[reg::RIP].wrapping_sub(SYSCALL_BYTES);
+    registers[reg::RAX] = call as u64;
+    registers[reg::ORIG_RAX] = u64::MAX;
+    ptrace::set_registers(tid, &registers)
 }

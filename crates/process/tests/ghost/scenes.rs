@@ -11,6 +11,7 @@ const SCENES: &[(&str, Scene)] = &[
     ("a_counting_program_counts_on", counts_on),
     ("a_pipeline_of_shells_goes_on_through_three_hosts", pipeline_goes_on),
     ("threads_and_memory_survive_fifty_increments", memory_survives),
+    ("endless_waits_see_no_stop", waits_on),
     ("a_ghost_that_is_dropped_leaves_no_process", dropped_ghost_is_gone),
 ];
 
@@ -168,4 +169,28 @@ fn dropped_ghost_is_gone() {
     for host in hosts.values() {
         assert!(!std::path::Path::new(&format!("/proc/{host}")).exists());
     }
+}
+
+const WAITER: &str = "
+import ctypes, os, select, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+inner = select.epoll()
+events = ctypes.create_string_buffer(12)
+def wait():
+    got = libc.epoll_wait(inner.fileno(), events, 1, -1)
+    print('woken', got, ctypes.get_errno(), flush=True)
+threading.Thread(target=wait).start()
+r, w = os.pipe()
+inner.register(r)
+print('waits', flush=True)
+time.sleep(0.5)
+os.write(w, b'x')
+";
+
+fn waits_on() {
+    let mut primary = Primary::start(&["python3", "-c", WAITER]);
+    primary.run_until("waits");
+    primary.run_for(Duration::from_millis(50));
+    let mut primary = moved(primary, 10);
+    assert_eq!(primary.line(), "woken 1 0");
 }
