@@ -263,6 +263,20 @@ pub struct TcpConnection {
     pub window: [u32; 5],
 }
 
+/// Segments of a connection's first flight (RFC 6928).
+const FIRST_FLIGHT: usize = 10;
+
+impl TcpConnection {
+    /// Whether everything that was sent and not acknowledged can be sent again at once. Then it
+    /// is restored as not sent, and a peer that lacks it has it without a timeout. Otherwise it
+    /// is restored as sent: a peer that has it may acknowledge it before we send it again, and
+    /// TCP ignores an acknowledgement of what it has not sent.
+    pub fn resends_at_once(&self) -> bool {
+        let flight = FIRST_FLIGHT * self.mss_clamp.clamp(88, 1400) as usize;
+        self.sent.len() <= flight.min(self.window[1] as usize)
+    }
+}
+
 /// AF_NETLINK socket.
 #[derive(Clone, Debug, PartialEq, Encode, Decode)]
 #[cbor(array)]

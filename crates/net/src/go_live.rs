@@ -53,6 +53,8 @@ const TAP_BYTES: i32 = 32 << 20;
 pub struct Knowledge {
     /// First byte not acknowledged.
     pub send_unacknowledged: u32,
+    /// First byte that the ghost's kernel does not count as sent, when it goes live.
+    pub send_next: u32,
     /// One past the last byte that was ever given to TCP, with the FIN.
     pub send_end: u32,
     /// First byte not received.
@@ -107,8 +109,10 @@ fn knowledge(connection: &TcpConnection) -> Knowledge {
     let fin = u32::from(FIN_UNDER_WAY.contains(&connection.kernel_state));
     let scale = connection.window_scales.map_or(0, |(_, ours)| ours);
     let window = connection.window[3].checked_shr(u32::from(scale)).unwrap_or(0);
+    let as_sent = if connection.resends_at_once() { 0 } else { connection.sent.len() };
     Knowledge {
         send_unacknowledged: connection.send_unacknowledged,
+        send_next: connection.send_unacknowledged.wrapping_add(as_sent as u32),
         send_end: connection.send_unacknowledged.wrapping_add(queued).wrapping_add(fin),
         receive_next: connection.receive_next,
         window: window.clamp(1, u32::from(u16::MAX)) as u16,
@@ -155,7 +159,7 @@ impl Judge {
     pub fn new(connections: &[Watched], outage: Duration) -> Self {
         let cases = connections.iter().map(|watched| {
             let knowledge = watched.knowledge;
-            let sent = knowledge.map_or(0, |known| known.send_unacknowledged);
+            let sent = knowledge.map_or(0, |known| known.send_next);
             let case = Case { knowledge, sent, ahead: None, probes: 0 };
             ((watched.local, watched.remote), case)
         });
@@ -379,7 +383,8 @@ mod tests {
         // Across the end of sequence space.
         let send_unacknowledged = u32::MAX - 9;
         let send_end = send_unacknowledged.wrapping_add(100);
-        Knowledge { send_unacknowledged, send_end, receive_next: 5000, window: 1 }
+        let send_next = send_unacknowledged;
+        Knowledge { send_unacknowledged, send_next, send_end, receive_next: 5000, window: 1 }
     }
 
     fn says(sequence: u32, acknowledgement: u32, payload_bytes: u32) -> Segment {

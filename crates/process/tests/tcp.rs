@@ -69,6 +69,34 @@ fn an_mptcp_listener_and_its_plain_connection_survive() {
     }
 }
 
+/// The guest writes to a client that does not read until nothing fits; then the window is shut and
+/// what was sent last cannot be sent again.
+#[test]
+fn a_connection_with_a_shut_window_goes_on_when_the_client_reads() {
+    use hotspare_kernel::socket;
+    let stage = Stage::new(false);
+    let listener = stage.listen();
+    let (mut client, server) = stage.connect(&listener);
+    server.set_nonblocking(true).expect("set");
+    let block = pattern(1 << 20);
+    let mut written = 0;
+    // Until the buffers of both sides are full and stay so.
+    while socket::poll_for(server.as_fd(), libc::POLLOUT, 100).expect("poll") != 0 {
+        while let Ok(length) = (&server).write(&block[written % block.len()..]) {
+            written += length;
+        }
+    }
+    let images = stage.capture_all(&[server.as_fd()]);
+    let mut restored = stage.fail_over(images);
+    let mut server = as_stream(restored.remove(0));
+    let mut received = vec![0; written];
+    client.read_exact(&mut received).expect("read");
+    for chunk in received.chunks(block.len()) {
+        assert!(chunk == &block[..chunk.len()], "what the guest wrote");
+    }
+    both_ways(&mut client, &mut server);
+}
+
 #[test]
 fn unread_bytes_are_read_on_the_spare() {
     let stage = Stage::new(false);

@@ -21,7 +21,8 @@
 //!
 //! A connection is rebuilt in repair mode and stays in it, silent, until [`go_live`]. Bytes of
 //! the send queue are queued only then, as not sent: the peer may have received them or not, and
-//! TCP sorts that out. What TCP cannot sort out (the peer has seen more than this checkpoint
+//! TCP sorts that out. (More than can be sent at once counts as sent, see
+//! [`TcpConnection::resends_at_once`].) What TCP cannot sort out (the peer has seen more than this checkpoint
 //! knows) is found and reset by the watch in `hotspare_net::go_live`.
 
 use std::collections::HashMap;
@@ -450,6 +451,9 @@ fn connected(image: &TcpSocket, connection: &TcpConnection, age_ms: u32) -> Obje
     let (changed_at, told_at) = (numbers.receive, numbers.receive);
     let window = RepairWindow { changed_at, send, send_max, receive, told_at };
     repair.set_window(window).map_err(ObjectError::kernel(what()))?;
+    if !connection.resends_at_once() {
+        fill_sent(&repair, borrowed, &connection.sent)?;
+    }
     repair.select(Queue::None)?;
     repair.keep();
     Ok(fd)
@@ -499,6 +503,27 @@ fn fill_unread(repair: &Repair<'_>, fd: BorrowedFd<'_>, mut bytes: &[u8]) -> Obj
     Ok(())
 }
 
+/// Puts bytes into the send queue as if they had been sent.
+fn fill_sent(repair: &Repair<'_>, fd: BorrowedFd<'_>, mut bytes: &[u8]) -> ObjectResult<()> {
+    make_room(fd, bytes.len())?;
+    repair.select(Queue::Send)?;
+    while !bytes.is_empty() {
+        let taken = repair.append(bytes).map_err(ObjectError::kernel("refill send queue"))?;
+        bytes = &bytes[taken..];
+    }
+    Ok(())
+}
+
+/// Makes the send buffer large enough for `bytes`; [`finish_options`] takes it back.
+fn make_room(fd: BorrowedFd<'_>, bytes: usize) -> ObjectResult<()> {
+    let room = socket::get_option_i32(fd, libc::SOL_SOCKET, libc::SO_SNDBUF)?;
+    let needed = bytes.saturating_mul(3).min(i32::MAX as usize / 2) as i32;
+    if room < needed {
+        socket::set_option_i32(fd, libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, needed)?;
+    }
+    Ok(())
+}
+
 /// Lets a restored socket go: it answers its peer from now on, and sends what was queued.
 ///
 /// To be called when the service address is there, before the guest runs. Other states than
@@ -507,15 +532,11 @@ pub fn go_live(image: &TcpSocket, fd: BorrowedFd<'_>) -> ObjectResult<()> {
     let TcpState::Connected(connection) = &image.state else { return Ok(()) };
     let outgoing = [&connection.sent[..], &connection.unsent[..]].concat();
     if !outgoing.is_empty() {
-        let room = socket::get_option_i32(fd, libc::SOL_SOCKET, libc::SO_SNDBUF)?;
-        let needed = outgoing.len().saturating_mul(3).min(i32::MAX as usize / 2) as i32;
-        if room < needed {
-            let name = libc::SO_SNDBUFFORCE;
-            socket::set_option_i32(fd, libc::SOL_SOCKET, name, needed)?;
-        }
+        make_room(fd, outgoing.len())?;
     }
     Repair::resume(fd).go_live()?;
-    let mut rest = &outgoing[..];
+    let as_sent = if connection.resends_at_once() { 0 } else { connection.sent.len() };
+    let mut rest = &outgoing[as_sent..];
     while !rest.is_empty() {
         let taken = socket::send(fd, rest, libc::MSG_DONTWAIT);
         rest = &rest[taken.map_err(ObjectError::kernel("refill send queue"))?..];
