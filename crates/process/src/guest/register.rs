@@ -44,6 +44,8 @@ pub struct Thread {
     pub(crate) held: Option<Held>,
     /// A restartable system call it has been seen in.
     pub(crate) restart: Option<SeenRestart>,
+    /// A wait that a stop had ended and that was made again.
+    pub(crate) made_again: Option<super::stop::MadeAgain>,
     /// It waits for a vfork child and cannot be stopped.
     pub(crate) in_vfork: bool,
     /// What it last said about itself.
@@ -106,6 +108,7 @@ impl Guest {
                 process,
                 held: None,
                 restart: None,
+                made_again: None,
                 in_vfork: false,
                 answers: None,
             },
