@@ -235,6 +235,7 @@ impl Primary {
     fn freeze(&mut self) -> anyhow::Result<()> {
         let deadline = Instant::now() + HANDOVER;
         while Instant::now() < deadline {
+            self.maker.sockets.next_is_exact();
             match self.maker.attempt()? {
                 Attempt::Later => drop(self.maker.guest.pump(&[], AGAIN)?),
                 Attempt::Taken(taken) => {
