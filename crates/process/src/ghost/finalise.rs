@@ -39,8 +39,8 @@ impl Clock {
     }
 }
 
-/// Longest wait for the ghost's clock; more than it can drift between two full transfers.
-const CLOCK_WAIT_MAX: Duration = Duration::from_secs(2);
+/// Longest wait for the ghost's clock; far more than it can drift between two full transfers.
+const CLOCK_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// What a thread is resumed with.
 struct Last<'a> {
@@ -109,7 +109,7 @@ impl Ghost {
         }
         self.sources.seal(&self.namespaces)?;
         clock.part("registers");
-        self.await_clock(image)?;
+        self.await_clock(image);
         clock.part("clock");
         let stopped = living(image).filter(|(_, live)| live.job_stopped.is_some());
         let stopped = stopped.map(|(pid, _)| pid).collect();
@@ -182,17 +182,17 @@ impl Ghost {
     /// The guest's clocks must not go back. They run since the ghost was made, as far behind the
     /// primary's as the first checkpoint took to get here; if that is further than the last one
     /// is old, wait for the rest.
-    fn await_clock(&self, image: &Checkpoint) -> GhostResult<()> {
+    fn await_clock(&self, image: &Checkpoint) {
         let behind = image.clocks.monotonic_ns as i64 - self.now().monotonic_ns as i64;
         if behind <= 0 {
-            return Ok(());
+            return;
         }
         let behind = Duration::from_nanos(behind as u64);
         if behind > CLOCK_WAIT_MAX {
-            let what = format!("the guest's clock would go back by {behind:?}");
-            return Err(GhostError::Rebuild(what));
+            // A guest whose clock went back is better than none.
+            tracing::error!(?behind, "the guest's clocks go back");
+            return;
         }
         std::thread::sleep(behind);
-        Ok(())
     }
 }

@@ -79,6 +79,9 @@ pub struct RunningThread {
 }
 
 const SECOND_NS: i64 = 1_000_000_000;
+/// Oldest a first checkpoint is believed to be: its staging takes time, but clocks of the day may
+/// disagree, and the guest's would leap by that.
+const AGE_MAX_NS: i64 = 5 * SECOND_NS;
 
 fn clock_ns(clock: nix::time::ClockId) -> i64 {
     let time = nix::time::clock_gettime(clock);
@@ -86,11 +89,11 @@ fn clock_ns(clock: nix::time::ClockId) -> i64 {
 }
 
 /// Offsets that make the clocks of a guest started now on this host go on from `reading`. How old
-/// that is, is told by the hosts' clocks of the day, as far as they agree within a second.
+/// that is, is told by the hosts' clocks of the day; what they say beyond five seconds is not believed.
 pub fn clock_offsets(reading: ClockReading) -> ClockOffsets {
     use nix::time::ClockId;
     let age = clock_ns(ClockId::CLOCK_REALTIME) - reading.realtime_ns as i64;
-    let age = age.clamp(0, SECOND_NS);
+    let age = age.clamp(0, AGE_MAX_NS);
     ClockOffsets {
         monotonic_ns: reading.monotonic_ns as i64 + age - clock_ns(ClockId::CLOCK_MONOTONIC),
         boottime_ns: reading.boottime_ns as i64 + age - clock_ns(ClockId::CLOCK_BOOTTIME),
