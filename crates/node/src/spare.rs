@@ -52,7 +52,7 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     let (text, how) = loop {
         match receiver.next() {
             Ok(incoming) => {
-                if let Some(text) = take(agent, node, &replier, incoming) {
+                if let Some(text) = take(agent, node, incoming) {
                     break (text, Closed::Goodbye);
                 }
             }
@@ -65,21 +65,9 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
 }
 
 /// Handles one thing the primary sent; some text if that was a goodbye.
-fn take(
-    agent: &Agent,
-    node: NodeId,
-    replier: &Mutex<Replier<hotspare_replica::WriteHalf>>,
-    incoming: Incoming,
-) -> Option<String> {
+fn take(agent: &Agent, node: NodeId, incoming: Incoming) -> Option<String> {
     match incoming {
-        Incoming::Checkpoint(staged) => {
-            // The first one is acknowledged when the ghost stands, later ones now: they are whole
-            // and checked, and will be applied whatever happens to the primary.
-            if !staged.is_full() {
-                acknowledge(replier, &staged);
-            }
-            agent.owner.send(Message::Checkpoint(staged));
-        }
+        Incoming::Checkpoint(staged) => agent.owner.send(Message::Checkpoint(staged)),
         Incoming::Aborted(_) | Incoming::Event(_) | Incoming::Packet(_) => {}
         Incoming::Members(entries) => {
             let member = |entry: &hotspare_replica::MemberEntry| Member {
@@ -241,6 +229,11 @@ impl Spare {
 
     fn take_checkpoint(&mut self, mut staged: StagedCheckpoint) {
         let (position, term, full) = (staged.position(), staged.term(), staged.is_full());
+        // The first one is acknowledged when the ghost stands, later ones before they are applied:
+        // they are whole and checked, and will be applied whatever happens to the primary.
+        if let Some(joined) = self.following.as_ref().filter(|_| !full && self.ghost.is_some()) {
+            acknowledge(&joined.replier, &staged);
+        }
         match self.apply(&mut staged) {
             Ok(()) => {
                 self.agent.brain.tell(Event::Committed { term, position });

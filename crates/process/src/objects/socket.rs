@@ -251,6 +251,14 @@ fn is_socket(object: &Object) -> bool {
     matches!(object, Unix(_) | Udp(_) | Tcp(_) | Netlink(_))
 }
 
+/// A peer that has moved on may reset its connection at the moment it goes live. That is the end of
+/// one connection, which its owner in the guest will see, and not of the takeover.
+fn ended_alone(live: ObjectResult<()>) {
+    if let Err(error) = live {
+        tracing::warn!(%error, "a connection ended while it went live");
+    }
+}
+
 /// Lets TCP connections speak and UDP datagrams in, in the calling thread's network namespace.
 /// The service address is there, the guest does not run yet. `made` are the restored files.
 pub fn go_live(files: &[OpenFile], made: &Made) -> ObjectResult<()> {
@@ -274,15 +282,15 @@ pub fn go_live(files: &[OpenFile], made: &Made) -> ObjectResult<()> {
     let abandoned = abandoned.map(|peer| Ok((tcp::restore(&peer, 0)?, peer)));
     let abandoned = abandoned.collect::<ObjectResult<Vec<_>>>()?;
     for (image, fd) in &sockets {
-        tcp::go_live(image, *fd)?;
+        ended_alone(tcp::go_live(image, *fd));
     }
     for (fd, peer) in &abandoned {
-        tcp::go_live(peer, fd.as_fd())?;
+        ended_alone(tcp::go_live(peer, fd.as_fd()));
     }
     for (image, fd) in &sockets {
         // A peer inside the guest says its own goodbye.
         let inside = tcp::abandoned_peer(image).is_some();
-        tcp::say_goodbye(image, *fd, Some(&sender).filter(|_| !inside))?;
+        ended_alone(tcp::say_goodbye(image, *fd, Some(&sender).filter(|_| !inside)));
     }
     drop(abandoned);
     for (_, image) in &kinds.udp {

@@ -361,7 +361,11 @@ pub fn restore(image: &TcpSocket, age_ms: u32) -> ObjectResult<OwnedFd> {
             socket::listen(fd.as_fd(), *backlog)?;
             Ok(fd)
         }
-        TcpState::Connected(connection) => connected(image, connection, age_ms),
+        // One connection that cannot be made anew must not keep the others: its owner sees it end.
+        TcpState::Connected(connection) => connected(image, connection, age_ms).or_else(|error| {
+            tracing::warn!(%error, "a connection could not be made anew");
+            ended(image.family)
+        }),
     }
 }
 
