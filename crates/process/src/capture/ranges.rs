@@ -122,10 +122,6 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn set(ranges: &[(u64, u64)]) -> Ranges {
-        merge_sorted(ranges.to_vec())
-    }
-
     fn members(ranges: &Ranges) -> std::collections::BTreeSet<u64> {
         ranges.iter().flat_map(|(start, end)| start..end).collect()
     }
