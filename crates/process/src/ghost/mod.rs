@@ -89,7 +89,8 @@ fn clock_ns(clock: nix::time::ClockId) -> i64 {
 }
 
 /// Offsets that make the clocks of a guest started now on this host go on from `reading`. How old
-/// that is, is told by the hosts' clocks of the day; what they say beyond five seconds is not believed.
+/// that is, is told by the hosts' clocks of the day; what they say beyond five seconds is not
+/// believed.
 pub fn clock_offsets(reading: ClockReading) -> ClockOffsets {
     use nix::time::ClockId;
     let age = clock_ns(ClockId::CLOCK_REALTIME) - reading.realtime_ns as i64;

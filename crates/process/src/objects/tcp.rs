@@ -22,7 +22,8 @@
 //! A connection is rebuilt in repair mode and stays in it, silent, until [`go_live`]. Bytes of
 //! the send queue are queued only then, as not sent: the peer may have received them or not, and
 //! TCP sorts that out. (More than can be sent at once counts as sent, see
-//! [`TcpConnection::resends_at_once`].) What TCP cannot sort out (the peer has seen more than this checkpoint
+//! [`TcpConnection::resends_at_once`].) What TCP cannot sort out (the peer has seen more than this
+//! checkpoint
 //! knows) is found and reset by the watch in `hotspare_net::go_live`.
 
 use std::collections::HashMap;
