@@ -42,8 +42,7 @@ pub enum TakeoverError {
     Address(String),
     /// The bridge or interface is not there, or is down.
     #[error(
-        "the host's interface {name} {problem}; name one with --service-bridge or \
-             --service-parent"
+        "the host's interface {name} {problem}; bring it up, or name a bridge with --service-bridge"
     )]
     HostLink {
         /// Which.

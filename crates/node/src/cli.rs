@@ -68,7 +68,8 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Move the guest of this host's primary to its spare; nothing is lost.
+    /// Move the guest of this host's primary to its spare. What it does in the last moments before
+    /// the move may be lost (see README).
     Switchover,
     /// Show a failover on this machine: two simulated hosts, a real Redis, a kill.
     Demo {

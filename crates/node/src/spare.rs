@@ -251,7 +251,7 @@ impl Spare {
     }
 
     fn apply(&mut self, staged: &mut StagedCheckpoint) -> anyhow::Result<()> {
-        let mut checkpoint = Checkpoint::from_bytes(staged.state())?;
+        let checkpoint = Checkpoint::from_bytes(staged.state())?;
         if staged.is_full() {
             self.ghost = None;
             let settings = &self.following.as_ref().context("nobody is followed")?.settings;
@@ -261,8 +261,6 @@ impl Spare {
         held.apply_files(staged).context("apply file changes")?;
         if staged.is_full() {
             held.ghost.begin_full(&checkpoint)?;
-            // Mapped afresh just now; once more at the end would wipe what has been filled in.
-            checkpoint.spaces.iter_mut().for_each(|space| space.fresh.clear());
         }
         let mut runs = Vec::new();
         let mut bytes = 0;

@@ -209,9 +209,13 @@ impl Ghost {
     /// built anew.
     pub fn apply(
         &mut self,
-        checkpoint: Checkpoint,
+        mut checkpoint: Checkpoint,
         runs: &mut dyn Iterator<Item = PageRun>,
     ) -> GhostResult<()> {
+        if self.full {
+            // Mapped afresh by `begin_full`; once more would wipe what has been filled in.
+            checkpoint.spaces.iter_mut().for_each(|space| space.fresh.clear());
+        }
         self.take_on(&checkpoint)?;
         self.fill(runs)?;
         self.end_zombies(&checkpoint)?;

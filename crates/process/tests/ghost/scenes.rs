@@ -9,6 +9,7 @@ type Scene = fn();
 
 const SCENES: &[(&str, Scene)] = &[
     ("a_counting_program_counts_on", counts_on),
+    ("a_full_copy_in_pieces_is_not_wiped_by_its_last_step", fills),
     ("a_pipeline_of_shells_goes_on_through_three_hosts", pipeline_goes_on),
     ("threads_and_memory_survive_fifty_increments", memory_survives),
     ("endless_waits_see_no_stop", waits_on),
@@ -92,6 +93,19 @@ fn counts_on() {
     for next in begin + 1..begin + 50 {
         assert_eq!(line(), next);
     }
+}
+
+fn fills() {
+    let mut primary = Primary::start(&["python3", "-c", COUNTER]);
+    primary.run_until("20");
+    let first = primary.checkpoint();
+    assert!(first.0.spaces.iter().any(|space| !space.fresh.is_empty()), "nothing is new");
+    let mut spare = Spare::start(&first.0);
+    spare.fill(first);
+    let last: u64 = primary.die().lines().last().expect("a line").parse().expect("a number");
+    let mut taken = spare.take_over();
+    let begin: u64 = taken.line().parse().expect("a number");
+    assert!(begin > 20 && begin <= last + 1, "goes on at {begin}, had printed {last}");
 }
 
 /// Moves the guest to another host after `epochs` increments.

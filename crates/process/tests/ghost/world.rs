@@ -277,6 +277,13 @@ impl Spare {
         self.ghost.apply(checkpoint, &mut runs.into_iter()).expect("applies");
     }
 
+    /// A full copy that arrives in pieces: layout, pages, then the checkpoint.
+    pub fn fill(&mut self, (checkpoint, runs): (Checkpoint, Vec<PageRun>)) {
+        self.ghost.begin_full(&checkpoint).expect("takes on the layout");
+        self.ghost.fill(&mut runs.into_iter()).expect("fills");
+        self.ghost.apply(checkpoint, &mut std::iter::empty()).expect("applies");
+    }
+
     /// Failover: the ghost goes live.
     pub fn take_over(mut self) -> Primary {
         let image = self.ghost.image().expect("has a checkpoint").clone();
