@@ -47,6 +47,10 @@ impl Primary {
             let wait = next.saturating_duration_since(Instant::now());
             self.maker.guest.pump(&[self.inbox.bell()], wait)?;
             for message in self.inbox.take() {
+                if matches!(message, Message::SpareIn(_)) {
+                    // However long an epoch is: nobody waits unprotected for its end.
+                    next = Instant::now();
+                }
                 if let Some(status) = self.handle(message)? {
                     return Ok(status);
                 }
