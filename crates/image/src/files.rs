@@ -371,6 +371,7 @@ pub struct FileIdentity {
     pub mode: u32,
     /// BLAKE3 of the content.
     #[n(3)]
+    #[cbor(with = "minicbor::bytes")]
     pub blake3: [u8; 32],
 }
 

@@ -68,7 +68,7 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
 fn take(agent: &Agent, node: NodeId, incoming: Incoming) -> Option<String> {
     match incoming {
         Incoming::Checkpoint(staged) => agent.owner.send(Message::Checkpoint(staged)),
-        Incoming::Aborted(_) | Incoming::Event(_) | Incoming::Packet(_) => {}
+        Incoming::Aborted(_) | Incoming::Files(_) | Incoming::Event(_) | Incoming::Packet(_) => {}
         Incoming::Members(entries) => {
             let member = |entry: &hotspare_replica::MemberEntry| Member {
                 node: entry.node,

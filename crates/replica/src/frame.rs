@@ -58,6 +58,8 @@ kinds! {
     CheckpointEnd = 20,
     /// The checkpoint is void; the next one says what this one would have.
     Abort = 21,
+    /// Files that both hosts must have alike before a checkpoint that ends after it counts.
+    Files = 22,
     /// The spare has everything up to a position.
     Ack = 32,
     /// A record of the event log (`replay`).

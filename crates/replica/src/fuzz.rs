@@ -8,6 +8,7 @@ use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotspare_image::files::FileIdentity;
 use hotspare_image::memory::{MmId, PageOwner, SharedId};
 use hotspare_image::{Epoch, Position, Term};
 use xxhash_rust::xxh3::xxh3_64;
@@ -121,12 +122,20 @@ fn queue_checkpoints(sender: &Sender, dice: &mut Dice) -> Result<(), crate::Brok
         let (state, files) = (dice.below(3000), dice.below(3000));
         sender.state(Arc::new(dice.bytes(state)))?;
         sender.members(&members)?;
+        sender.files(&[file(dice), file(dice)])?;
         sender.file_changes(Arc::new(dice.bytes(files)))?;
         sender.end(position)?;
     }
     sender.offer_switchover(SwitchoverOffer { term: Term(2), position: Position::default() })?;
     sender.guest_died()?;
     sender.goodbye(&Goodbye { code: GoodbyeCode::Stopped, text: "done".into() })
+}
+
+fn file(dice: &mut Dice) -> FileIdentity {
+    let length = dice.below(40);
+    let mut blake3 = [0; 32];
+    blake3.copy_from_slice(&dice.bytes(32));
+    FileIdentity { path: dice.bytes(length), size_bytes: dice.roll(), mode: 0o100_644, blake3 }
 }
 
 fn batch(dice: &mut Dice) -> PageBatch {
@@ -334,5 +343,6 @@ fn small_messages(bytes: &[u8]) {
         let _ = open::<Refuse>(&frame);
         let _ = open::<HostFacts>(&frame);
         let _ = open::<Vec<MemberEntry>>(&frame);
+        let _ = open::<Vec<FileIdentity>>(&frame);
     }
 }

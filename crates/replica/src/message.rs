@@ -8,9 +8,9 @@ use minicbor::{Decode, Encode};
 use crate::frame::{Frame, FrameBuffer, FrameError, Kind};
 
 /// Oldest version of the protocol this program speaks.
-pub const VERSION_MIN: u32 = 1;
+pub const VERSION_MIN: u32 = 2;
 /// Newest version of the protocol this program speaks.
-pub const VERSION_MAX: u32 = 1;
+pub const VERSION_MAX: u32 = 2;
 
 /// A host's part at the moment of greeting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
@@ -245,6 +245,9 @@ pub enum GoodbyeCode {
     /// The operator ended it.
     #[n(4)]
     Stopped,
+    /// Files that must be alike are not; the text names them.
+    #[n(5)]
+    Files,
 }
 
 /// The sender closes the stream on purpose.

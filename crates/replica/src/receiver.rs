@@ -4,6 +4,7 @@ use std::io::{self, Read, Write};
 
 use hotspare_cluster::Closed;
 use hotspare_image::Position;
+use hotspare_image::files::FileIdentity;
 
 use crate::frame::{Frame, FrameBuffer, FrameError, FrameReader, Kind};
 use crate::message::{CheckpointBegin, Goodbye, MemberEntry, SwitchoverOffer, open, seal};
@@ -17,6 +18,8 @@ pub enum Incoming {
     Checkpoint(Box<StagedCheckpoint>),
     /// The checkpoint under way is void.
     Aborted(Position),
+    /// Files that must be alike here, or no checkpoint after this may be acknowledged.
+    Files(Vec<FileIdentity>),
     /// A record of the event log.
     Event(Vec<u8>),
     /// A packet.
@@ -118,6 +121,7 @@ impl<R: Read> Receiver<R> {
             }
             Kind::Event => Incoming::Event(frame.payload.to_vec()),
             Kind::Packet => Incoming::Packet(frame.payload.to_vec()),
+            Kind::Files => Incoming::Files(open(frame)?),
             Kind::Members => Incoming::Members(open(frame)?),
             Kind::SwitchoverOffer => Incoming::SwitchoverOffer(open(frame)?),
             Kind::GuestDied => Incoming::GuestDied,

@@ -5,6 +5,7 @@ use std::io::{self, Read, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotspare_image::files::FileIdentity;
 use hotspare_image::memory::PageOwner;
 use hotspare_image::{Position, Term};
 
@@ -18,6 +19,9 @@ use crate::pages::{
     encode_discard_runs, encode_zero_runs,
 };
 use crate::staging::chain;
+
+/// Most bytes of a [`FileIdentity`] on the wire, its path apart.
+const FILE_BYTES_MAX: usize = 128;
 
 /// Proof that the spare has everything up to a position. Only the reader of acknowledgements makes
 /// one.
@@ -216,6 +220,24 @@ impl Sender {
     /// Sends (a piece of) the epoch's file changes.
     pub fn file_changes(&self, bytes: Arc<Vec<u8>>) -> Result<(), Broken> {
         self.push(Job::Bytes(Kind::FileChanges, bytes))
+    }
+
+    /// Names files that the spare must have alike. It compares them before it acknowledges a
+    /// checkpoint that ends after this.
+    pub fn files(&self, identities: &[FileIdentity]) -> Result<(), Broken> {
+        let mut rest = identities;
+        while !rest.is_empty() {
+            let mut bytes = 0;
+            let fits = |one: &&FileIdentity| {
+                bytes += one.path.len() + FILE_BYTES_MAX;
+                bytes <= PAYLOAD_BYTES_MAX
+            };
+            // A path has at most 4096 bytes, so one always fits.
+            let (some, others) = rest.split_at(rest.iter().take_while(fits).count().max(1));
+            self.small(Kind::Files, &some)?;
+            rest = others;
+        }
+        Ok(())
     }
 
     /// Ends the checkpoint. It is committed when the [`ReplyReader`] says so.
@@ -669,6 +691,7 @@ impl<R: Read> ReplyReader<R> {
             | Kind::FileChanges
             | Kind::CheckpointEnd
             | Kind::Abort
+            | Kind::Files
             | Kind::Event
             | Kind::Packet
             | Kind::Members

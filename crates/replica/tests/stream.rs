@@ -9,6 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use hotspare_cluster::Closed;
+use hotspare_image::files::FileIdentity;
 use hotspare_image::memory::{MmId, PageOwner};
 use hotspare_image::{Epoch, NodeId, Position, Term};
 use hotspare_replica::bases::PAGE;
@@ -353,4 +354,26 @@ fn a_spare_without_room_for_a_large_checkpoint_says_so_and_lives() {
     let error = Receiver::new(bytes.as_slice(), limits).next().unwrap_err();
     assert!(matches!(error, FrameError::Staging(_)), "{error}");
     assert_eq!(closed(&error), Closed::ByUs);
+}
+
+#[test]
+fn a_long_list_of_files_arrives_in_frames_that_fit() {
+    let long = |number: u32| FileIdentity {
+        path: [format!("/{number}").into_bytes(), vec![b'x'; 4000]].concat(),
+        size_bytes: u64::MAX - u64::from(number),
+        mode: u32::MAX,
+        blake3: [0xff; 32],
+    };
+    let sent: Vec<FileIdentity> = (0..600).map(long).collect();
+    let bytes = bytes_of(Compression::Off, |sender| sender.files(&sent).unwrap());
+    let mut receiver = Receiver::new(bytes.as_slice(), StagingLimits::default());
+    let mut got = Vec::new();
+    loop {
+        match receiver.next().unwrap() {
+            Incoming::Files(files) => got.extend(files),
+            Incoming::Goodbye(_) => break,
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(got == sent);
 }
