@@ -54,6 +54,8 @@ pub enum Closed {
     Goodbye,
     /// We closed it ourselves: unreadable bytes, a full disk, an operator.
     ByUs,
+    /// Our kernel gave it up: the peer did not answer for as long as the stream waits.
+    Silent,
 }
 
 /// Something that happened. Times are given beside it, to [`crate::Node::step`].

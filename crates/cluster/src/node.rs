@@ -128,6 +128,8 @@ struct Following {
     rank: u32,
     /// The stream is open, or ended with the primary's own end.
     attached: bool,
+    /// The stream ended while the primary was suspected: if it lives, its ghost is too old.
+    stream_over: bool,
     ghost: Option<Position>,
     /// The ghost of the reign before, while it was fit: it counts again if this reign's primary
     /// never let its own go.
@@ -177,6 +179,8 @@ struct Spare {
     joined_at: Nanos,
     /// Its last heartbeat; acknowledgements count too once there was one.
     heard_at: Option<Nanos>,
+    /// It says it is ready, so it hears our heartbeats, too.
+    hears: bool,
 }
 
 impl Node {
@@ -294,7 +298,8 @@ impl Node {
 
     fn send_beat(&self, out: &mut Vec<Action>) {
         let (term, role, position) = match &self.state {
-            State::Following(f) if f.ghost.is_some() => {
+            // One that does not hear its primary would not notice its silence.
+            State::Following(f) if f.ghost.is_some() && f.heard_at.is_some() => {
                 (f.term, BeatRole::SpareReady, f.ghost.unwrap_or_default())
             }
             State::Following(f) => (f.term, BeatRole::SpareSyncing, Position::default()),
@@ -319,11 +324,12 @@ impl Node {
         }
         match &mut self.state {
             State::Reigning(reign) => {
+                let ready = beat.role == BeatRole::SpareReady && beat.term == reign.term;
                 let spare = reign.spares.get_mut(&beat.from);
-                let first = spare.is_some_and(|spare| spare.heard_at.replace(now).is_none());
+                let changed = spare.is_some_and(|spare| spare.hear(now, ready));
                 if foreign_reign {
                     self.deposed(beat, out);
-                } else if first {
+                } else if changed {
                     self.spares_changed(out);
                 }
             }

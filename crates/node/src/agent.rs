@@ -14,14 +14,14 @@ use hotspare_replica::{
 };
 
 use crate::brain::Brain;
-use crate::mailbox::Mailbox;
+use crate::mailbox::{Mailbox, Place};
 use crate::report::Reporter;
 use crate::settings::Settings;
 
 /// What the thread that owns the guest, or its ghost, is told.
 pub enum Message {
-    /// The brain wants this done.
-    Act(Action),
+    /// The brain wants this done, and decided so then.
+    Act(Action, Instant),
     /// A spare has been welcomed; checkpoints may flow.
     SpareIn(Box<SpareIn>),
     /// A spare has acknowledged.
@@ -33,7 +33,7 @@ pub enum Message {
     /// A primary has welcomed us.
     Joined(Box<Joined>),
     /// A whole checkpoint has arrived and been checked.
-    Checkpoint(Box<StagedCheckpoint>),
+    Checkpoint(Box<StagedCheckpoint>, Place),
     /// The stream from the primary has ended.
     PrimaryOut(String, Closed),
     /// The primary has ended on purpose: the guest is over.

@@ -69,7 +69,7 @@ fn act(actions: Vec<Action>, heart: &Heart, agent: &Mailbox<Message>) -> Vec<Eve
             Action::RequestTerm { term, .. } | Action::RenewTerm(term) => {
                 answers.push(granted_by_nobody(term));
             }
-            other => agent.send(Message::Act(other)),
+            other => agent.send(Message::Act(other, Instant::now())),
         }
     }
     answers

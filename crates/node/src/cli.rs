@@ -10,8 +10,8 @@ use anyhow::{Context, bail};
 use clap::{Args, Parser, Subcommand};
 use hotspare_cluster::{Config, Node};
 use hotspare_files::Role;
-use hotspare_image::Term;
 use hotspare_image::tree::GuestPid;
+use hotspare_image::{Epoch, Term};
 use hotspare_net::takeover::{ServiceAddress, ServiceNetwork};
 use hotspare_process::guest::Guest;
 use hotspare_process::init::{FirstProgram, Init, InitConfig};
@@ -255,7 +255,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         network,
         hearts: BTreeMap::new(),
         sent: BTreeMap::new(),
-        told_protected: false,
+        committed: Epoch(0),
         told_refusal: String::new(),
     };
     primary.run()

@@ -2,8 +2,8 @@
 //! show as a readable descriptor.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
@@ -44,6 +44,38 @@ impl<T> Inbox<T> {
     pub fn take(&self) -> Vec<T> {
         let _ = self.bell.read();
         self.messages.try_iter().collect()
+    }
+}
+
+/// Room for a few: whoever wants one more waits until one is given back.
+#[derive(Clone)]
+pub struct Room(Arc<(Mutex<usize>, Condvar)>);
+
+/// A place taken in a [`Room`], given back when dropped.
+pub struct Place(Room);
+
+impl Room {
+    /// Room for so many.
+    pub fn new(places: usize) -> Self {
+        Self(Arc::new((Mutex::new(places), Condvar::new())))
+    }
+
+    /// Takes a place, and waits for one if there is none.
+    pub fn place(&self) -> Place {
+        let (free, changed) = &*self.0;
+        let free = free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free =
+            changed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
+        *free -= 1;
+        Place(self.clone())
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let (free, changed) = &*self.0.0;
+        *free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        changed.notify_one();
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use hotspare_cluster::{Action, Event, FenceCause};
-use hotspare_image::{NodeId, Position, Term};
+use hotspare_image::{Epoch, NodeId, Position, Term};
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::init::Init;
 use hotspare_replica::message::SwitchoverOffer;
@@ -33,7 +33,8 @@ pub struct Primary {
     pub network: Option<ServiceNetwork>,
     pub hearts: BTreeMap<NodeId, std::net::SocketAddr>,
     pub sent: BTreeMap<Position, EpochLine>,
-    pub told_protected: bool,
+    /// The last checkpoint that a spare has acknowledged.
+    pub committed: Epoch,
     pub told_refusal: String,
 }
 
@@ -117,7 +118,7 @@ impl Primary {
 
     fn handle(&mut self, message: Message) -> anyhow::Result<Option<u8>> {
         match message {
-            Message::Act(action) => return self.act(action),
+            Message::Act(action, _) => return self.act(action),
             Message::SpareIn(spare) => self.spare_in(*spare)?,
             Message::Acknowledged(node, position) => self.acknowledged(node, position),
             Message::SpareOut(node) => {
@@ -130,7 +131,7 @@ impl Primary {
             Message::Switchover => self.agent.brain.tell(Event::SwitchoverAsked(None)),
             Message::Heard(_)
             | Message::Joined(_)
-            | Message::Checkpoint(_)
+            | Message::Checkpoint(..)
             | Message::PrimaryOut(..)
             | Message::GuestOver(_) => {}
         }
@@ -146,9 +147,7 @@ impl Primary {
 
     fn acknowledged(&mut self, _: NodeId, position: Position) {
         let reporter = &self.agent.reporter;
-        if !std::mem::replace(&mut self.told_protected, true) {
-            reporter.protected(position.epoch.0);
-        }
+        self.committed = self.committed.max(position.epoch);
         let newest = self.maker.epoch.0;
         let later = self.sent.split_off(&Position::checkpoint(position.epoch.next()));
         for (at, mut line) in std::mem::replace(&mut self.sent, later) {
@@ -169,11 +168,8 @@ impl Primary {
                 }
             }
             Action::TellMembers(members) => self.tell_members(&members),
-            Action::BecomeProtected => {}
-            Action::BecomeUnprotected => {
-                self.told_protected = false;
-                self.agent.reporter.unprotected();
-            }
+            Action::BecomeProtected => self.agent.reporter.protected(self.committed.0),
+            Action::BecomeUnprotected => self.agent.reporter.unprotected(),
             Action::Fence(cause) => return self.fence(cause),
             Action::TellGuestDied => {
                 for spare in self.maker.spares.values() {

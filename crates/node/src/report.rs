@@ -24,6 +24,8 @@ struct StatusLine {
 pub struct Failover {
     /// From the last sign of life of the primary to the decision.
     pub detect: Duration,
+    /// Applying the checkpoints that had arrived by then.
+    pub apply: Duration,
     /// From the decision to a ghost that is ready to run.
     pub finalise: Duration,
     /// Taking the address and letting go.
@@ -130,6 +132,7 @@ impl Reporter {
             self.line(
                 &json!({
                     "event": "failover", "detect_ms": ms(failover.detect),
+                    "apply_ms": ms(failover.apply),
                     "finalise_ms": ms(failover.finalise), "address_ms": ms(failover.address),
                     "epoch": failover.epoch, "term": failover.term,
                 })
@@ -138,11 +141,12 @@ impl Reporter {
             return;
         }
         self.note(&format!(
-            "took over in term {} from epoch {}: detect {:.1} ms, finalise {:.1} ms, \
-             address {:.1} ms",
+            "took over in term {} from epoch {}: detect {:.1} ms, apply {:.1} ms, \
+             finalise {:.1} ms, address {:.1} ms",
             failover.term,
             failover.epoch,
             ms(failover.detect),
+            ms(failover.apply),
             ms(failover.finalise),
             ms(failover.address)
         ));

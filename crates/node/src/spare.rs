@@ -20,12 +20,14 @@ use hotspare_replica::{
 
 use crate::agent::{Agent, Joined, Message};
 use crate::epoch::{CHUNK_CHANGES, CHUNK_COPY};
-use crate::mailbox::Inbox;
+use crate::mailbox::{Inbox, Room};
 use crate::settings::Settings;
 use crate::{facts, takeover};
 
 const PATIENCE: Duration = Duration::from_millis(500);
 const FILL_BYTES: usize = 4 << 20;
+/// Checkpoints that are applied or wait for it; the primary takes fewer rather than more.
+const STAGED_MAX: usize = 2;
 
 /// Plays the spare on a connection until it ends.
 pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
@@ -49,10 +51,11 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     let joined = Joined { term, settings, replier: replier.clone() };
     agent.owner.send(Message::Joined(Box::new(joined)));
     let mut receiver = Receiver::new(read, StagingLimits::default());
+    let room = Room::new(STAGED_MAX);
     let (text, how) = loop {
         match receiver.next() {
             Ok(incoming) => {
-                if let Some(text) = take(agent, node, incoming) {
+                if let Some(text) = take(agent, node, &room, incoming) {
                     break (text, Closed::Goodbye);
                 }
             }
@@ -65,9 +68,11 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
 }
 
 /// Handles one thing the primary sent; some text if that was a goodbye.
-fn take(agent: &Agent, node: NodeId, incoming: Incoming) -> Option<String> {
+fn take(agent: &Agent, node: NodeId, room: &Room, incoming: Incoming) -> Option<String> {
     match incoming {
-        Incoming::Checkpoint(staged) => agent.owner.send(Message::Checkpoint(staged)),
+        Incoming::Checkpoint(staged) => {
+            agent.owner.send(Message::Checkpoint(staged, room.place()));
+        }
         Incoming::Aborted(_) | Incoming::Files(_) | Incoming::Event(_) | Incoming::Packet(_) => {}
         Incoming::Members(entries) => {
             let member = |entry: &hotspare_replica::MemberEntry| Member {
@@ -116,6 +121,15 @@ pub struct Spare {
     over: Option<String>,
 }
 
+/// The ghost is to be let go.
+#[derive(Clone, Copy)]
+pub struct Decision {
+    /// The new reign.
+    pub term: Term,
+    /// When the brain decided.
+    pub at: Instant,
+}
+
 /// A ghost with what belongs to it on this host.
 pub struct Held {
     pub ghost: Ghost,
@@ -148,8 +162,8 @@ impl Spare {
         loop {
             news.wait(&[self.inbox.bell()], PATIENCE)?;
             for message in self.inbox.take() {
-                if let Some(term) = self.handle(message)? {
-                    let primary = takeover::take_over(self, term)?;
+                if let Some(decision) = self.handle(message)? {
+                    let primary = takeover::take_over(self, decision)?;
                     return primary.run();
                 }
             }
@@ -161,15 +175,17 @@ impl Spare {
         }
     }
 
-    /// Handles a message; the term if the ghost is to be let go.
-    fn handle(&mut self, message: Message) -> anyhow::Result<Option<Term>> {
+    /// Handles a message; a decision if the ghost is to be let go.
+    fn handle(&mut self, message: Message) -> anyhow::Result<Option<Decision>> {
         match message {
-            Message::Act(action) => return Ok(self.act(action)),
+            Message::Act(action, at) => {
+                return Ok(self.act(action).map(|term| Decision { term, at }));
+            }
             Message::Joined(joined) => {
                 self.agent.face().term = joined.term;
                 self.following = Some(*joined);
             }
-            Message::Checkpoint(staged) => self.take_checkpoint(*staged),
+            Message::Checkpoint(staged, _place) => self.take_checkpoint(*staged),
             Message::PrimaryOut(text, how) => {
                 self.agent.reporter.note(&format!("the stream ended ({how:?}): {text}"));
             }

@@ -8,7 +8,7 @@ use anyhow::Context;
 use hotspare_cluster::Event;
 use hotspare_image::memory::SharedId;
 use hotspare_image::tree::{GuestPid, ProcessState};
-use hotspare_image::{Checkpoint, Term};
+use hotspare_image::{Checkpoint, Epoch, Term};
 use hotspare_kernel::HostPid;
 use hotspare_net::go_live::GoLiveWatch;
 use hotspare_net::hook::{self, HookCall, HookEvent};
@@ -22,7 +22,7 @@ use crate::cli::outside;
 use crate::epoch::EpochMaker;
 use crate::primary::Primary;
 use crate::report::Failover;
-use crate::spare::{Held, Spare};
+use crate::spare::{Decision, Held, Spare};
 
 /// How long connections are watched for peers that have moved past the checkpoint.
 const WATCH: Duration = Duration::from_secs(5);
@@ -50,22 +50,25 @@ impl GhostParts for Parts<'_> {
 ///
 /// The steps in order, and their undo: until the release, dropping the ghost ends it and nothing
 /// has left this host but an announcement of the address.
-pub fn take_over(spare: Spare, term: Term) -> anyhow::Result<Primary> {
+pub fn take_over(spare: Spare, decision: Decision) -> anyhow::Result<Primary> {
     let began = Instant::now();
     let brain = spare.agent.brain.clone();
-    let taken = try_take_over(spare, term, began);
+    let taken = try_take_over(spare, decision, began);
     brain.tell(if taken.is_ok() { Event::TakeoverDone } else { Event::TakeoverFailed });
     taken.context("take over")
 }
 
-fn try_take_over(mut spare: Spare, term: Term, began: Instant) -> anyhow::Result<Primary> {
-    let detect = spare.heard.map_or(Duration::ZERO, |heard| began - heard);
+fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow::Result<Primary> {
+    let term = decision.term;
+    let detect = spare.heard.map_or(Duration::ZERO, |heard| decision.at - heard);
+    // Checkpoints that were here before the decision came first.
+    let apply = began - decision.at;
     let mut held = spare.ghost.take().context("there is no ghost")?;
     let image = held.ghost.image().context("the ghost is empty")?.clone();
     for directory in &held.directories {
         directory.promote().context("take the replicated directory over")?;
     }
-    let outage = detect + held.settings.epoch;
+    let outage = detect + apply + held.settings.epoch;
     ipc::restore_in(&image.ipc, held.ghost.namespaces().ipc.as_fd())?;
     let (restored, watch) = restore_files(&held, &image, outage)?;
     let finalised = held.ghost.finalise(&restored.files, &restored.steps)?;
@@ -91,7 +94,7 @@ fn try_take_over(mut spare: Spare, term: Term, began: Instant) -> anyhow::Result
     let root = root.or(released.threads.first()).context("nothing was restored")?.host;
     let guest = Guest::adopt(root, &hosts)?;
     let epoch = image.position.epoch;
-    let failover = Failover { detect, finalise, address, epoch: epoch.0, term: term.0 };
+    let failover = Failover { detect, apply, finalise, address, epoch: epoch.0, term: term.0 };
     spare.agent.reporter.failover(&failover);
     tracing::info!(parts = ?released.parts, "finalised");
     watch_connections(watch);
@@ -114,7 +117,7 @@ fn try_take_over(mut spare: Spare, term: Term, began: Instant) -> anyhow::Result
         network,
         hearts: BTreeMap::new(),
         sent: BTreeMap::new(),
-        told_protected: false,
+        committed: Epoch(0),
         told_refusal: String::new(),
     })
 }

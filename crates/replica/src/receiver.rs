@@ -172,15 +172,19 @@ impl<W: Write> Replier<W> {
 }
 
 /// What the end of a stream says about the peer. A reset or an end comes from the peer's kernel:
-/// its agent is dead, for an agent that lives says goodbye. A timeout proves nothing, and
-/// unreadable bytes make *us* give up.
+/// its agent is dead, for an agent that lives says goodbye. A timeout says that nothing was heard
+/// for long, and unreadable bytes make *us* give up.
 #[must_use]
 pub fn closed(error: &FrameError) -> Closed {
-    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+    use io::ErrorKind::{
+        BrokenPipe, ConnectionAborted, ConnectionReset, HostUnreachable, NetworkUnreachable,
+        TimedOut, UnexpectedEof,
+    };
     match error {
         FrameError::Ended => Closed::ByPeer,
         FrameError::Io(error) => match error.kind() {
             BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof => Closed::ByPeer,
+            TimedOut | HostUnreachable | NetworkUnreachable => Closed::Silent,
             _ => Closed::ByUs,
         },
         _ => Closed::ByUs,

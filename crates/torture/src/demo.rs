@@ -177,12 +177,13 @@ pub fn outage(replies: &[Reply], death: Instant) -> Option<(Instant, Instant)> {
 /// The named parts of the time between death and first reply.
 fn parts(result: &DemoResult) -> Vec<Part> {
     let Some((_, first)) = result.outage else { return vec![] };
-    let Failover { detect_ms, finalise_ms, address_ms, .. } = result.failover;
+    let Failover { detect_ms, apply_ms, finalise_ms, address_ms, .. } = result.failover;
     let whole = millis(first.since(result.death));
-    let rest = (whole - detect_ms - finalise_ms - address_ms).max(0.0);
+    let rest = (whole - detect_ms - apply_ms - finalise_ms - address_ms).max(0.0);
     let part = |name, ms: f64| Part { name, length: Duration::from_secs_f64(ms.max(0.0) / 1e3) };
     vec![
         part("detect", detect_ms),
+        part("apply", apply_ms),
         part("finalise", finalise_ms),
         part("address", address_ms),
         part("first reply", rest),
@@ -200,6 +201,7 @@ fn summary(options: &DemoOptions, result: &DemoResult) -> String {
     }
     let remarks = [
         "until the spare was sure that the primary is dead",
+        "until the checkpoints that had arrived were in the ghost",
         "until the ghost was ready to run",
         "until the service address was its own",
         "until a client had connected anew and had a reply",

@@ -153,12 +153,13 @@ impl std::fmt::Display for Run {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let verdict = if self.is_good() { "ok" } else { "FAILED" };
         write!(f, "{:<15} seed {:<20} {verdict:<6}", self.program, self.seed)?;
-        if let Some(Failover { detect_ms, finalise_ms, address_ms, .. }) = self.failover {
+        if let Some(parts) = self.failover {
+            let Failover { detect_ms, apply_ms, finalise_ms, address_ms, .. } = parts;
             let rest = self.outage.map_or(f64::NAN, millis);
             write!(
                 f,
-                " outage {rest:.0} ms (detect {detect_ms:.0}, finalise {finalise_ms:.1}, \
-                 address {address_ms:.1})"
+                " outage {rest:.0} ms (detect {detect_ms:.0}, apply {apply_ms:.1}, \
+                 finalise {finalise_ms:.1}, address {address_ms:.1})"
             )?;
         }
         for fact in &self.findings.facts {

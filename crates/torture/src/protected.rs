@@ -61,7 +61,9 @@ pub enum Event {
 pub struct Failover {
     /// From the last sign of life of the primary to the decision.
     pub detect_ms: f64,
-    /// From the decision to a ghost that is ready to run.
+    /// Until the checkpoints that had arrived by then were applied.
+    pub apply_ms: f64,
+    /// From there to a ghost that is ready to run.
     pub finalise_ms: f64,
     /// Taking the service address and letting go.
     pub address_ms: f64,
@@ -138,8 +140,8 @@ impl Engine {
     /// Waits until a spare could take over from `primary`.
     pub fn protected(primary: &Process) -> Result<u64, LabError> {
         let epoch = |line: &Line| match event(line)? {
-            Event::Protected { epoch } | Event::Epoch { epoch, .. } => Some(epoch),
-            Event::Failover(_) | Event::Exit { .. } => None,
+            Event::Protected { epoch } => Some(epoch),
+            Event::Epoch { .. } | Event::Failover(_) | Event::Exit { .. } => None,
         };
         primary.stdout().find(HANG, epoch).ok_or_else(|| missing("protection", primary))
     }
@@ -259,7 +261,7 @@ mod tests {
 
     #[test]
     fn events_are_told_from_what_a_guest_prints() {
-        let said = r#"{"event":"failover","detect_ms":91.5,"finalise_ms":4,"address_ms":0.2,
+        let said = r#"{"event":"failover","detect_ms":91.5,"apply_ms":0,"finalise_ms":4,"address_ms":0.2,
                        "epoch":17,"term":2,"more":true}"#;
         let Some(Event::Failover(failover)) = event(&line(said)) else { panic!("no failover") };
         assert_eq!((failover.epoch, failover.term), (17, 2));

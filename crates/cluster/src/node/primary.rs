@@ -76,11 +76,17 @@ impl Node {
             }
             State::Following(f) if f.primary == peer && f.attached => match how {
                 Closed::ByPeer => self.primary_gone(now, peer, SuspectCause::AgentDied, out),
-                Closed::Goodbye | Closed::ByUs => {
+                // Without heartbeats either it is silent on every way there is.
+                Closed::Silent if f.suspicion.is_none() && f.heard_at.is_none() => {
+                    f.stream_over = true;
+                    self.primary_gone(now, peer, SuspectCause::Silence, out);
+                }
+                Closed::Goodbye | Closed::ByUs | Closed::Silent => {
                     let gone = match (f.suspicion.map(|s| s.cause), how) {
                         (Some(SuspectCause::Silence), Closed::Goodbye) | (None, _) => false,
                         (Some(_), _) => true,
                     };
+                    f.stream_over = gone;
                     if !gone && f.claim.is_none() {
                         f.attached = false;
                         out.push(Action::Join { primary: f.primary, term: f.term });
@@ -105,9 +111,9 @@ impl Node {
         let Some(rank) = free.filter(|_| reign.phase == Phase::Running) else {
             return out.push(Action::RefuseSpare(node));
         };
-        reign
-            .spares
-            .insert(node, Spare { rank, acknowledged: None, joined_at: now, heard_at: None });
+        let joined =
+            Spare { rank, acknowledged: None, joined_at: now, heard_at: None, hears: false };
+        reign.spares.insert(node, joined);
         let term = reign.term;
         out.push(Action::AcceptSpare { node, rank, term });
         self.spares_changed(out);
@@ -232,9 +238,17 @@ fn reclaim_at_once(reign: &mut Reign, peer: NodeId, how: Closed, now: Nanos) {
 }
 
 impl Spare {
-    /// A spare that never sends heartbeats would not notice silence either.
+    /// A spare that never hears heartbeats would not notice silence.
     pub(super) fn is_ready(&self) -> bool {
-        self.acknowledged.is_some() && self.heard_at.is_some()
+        self.acknowledged.is_some() && self.hears
+    }
+
+    /// Notes a heartbeat; whether it makes the spare ready.
+    pub(super) fn hear(&mut self, now: Nanos, says_ready: bool) -> bool {
+        let was_ready = self.is_ready();
+        self.heard_at = Some(now);
+        self.hears |= says_ready;
+        self.is_ready() != was_ready
     }
 
     pub(super) fn drop_cause(&self, now: Nanos, silence_ns: Nanos) -> Option<DropCause> {

@@ -20,6 +20,10 @@ impl Node {
             Some((SuspectCause::Silence, _)) => {
                 f.trust(now);
                 out.push(Action::Trust(beat.from));
+                if std::mem::take(&mut f.stream_over) {
+                    f.attached = false;
+                    out.push(Action::Join { primary: f.primary, term: f.term });
+                }
             }
             // Heartbeats that were on their way when the agent died prove nothing.
             Some((SuspectCause::AgentDied, age)) if age > self.config.heartbeat_ns => {
@@ -195,6 +199,7 @@ impl Following {
             term,
             rank: RANKS_MAX,
             attached: false,
+            stream_over: false,
             ghost: None,
             inherited: None,
             heard_at,
