@@ -162,6 +162,8 @@ pub mod mapping_flags {
     pub const MAIN_STACK: u32 = 1 << 11;
     /// `MLOCK_ONFAULT`.
     pub const LOCK_ON_FAULT: u32 = 1 << 12;
+    /// `MAP_DROPPABLE`: its content may vanish at any time, and does not travel.
+    pub const DROPPABLE: u32 = 1 << 13;
 }
 
 /// What stands behind a mapping.

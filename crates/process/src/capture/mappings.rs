@@ -58,7 +58,7 @@ pub fn describe(process: &mut Process, shared: &mut SharedTable) -> ObjectResult
             range: GuestRange::new(line.start, line.end),
             protection: line.protection,
             backing: backing(pid, line, shared)?,
-            flags: flags(line, known),
+            flags: flags(line, known) | space.droppable_flags(line),
             protection_key: known.map_or(0, |known| known.protection_key),
             name: anonymous_name(line),
         });

@@ -14,11 +14,11 @@
 //! more were discarded.
 
 use hotspare_image::memory::{GuestRange, MmId, PAGE_BYTES, PageOwner};
-use hotspare_kernel::HostPid;
 use hotspare_kernel::memory::{self, ProcMem, Span};
 use hotspare_kernel::pagemap::{Pagemap, Query, Region, Scanned, category};
 use hotspare_kernel::proc_maps::{self, MapLine};
 use hotspare_kernel::userfaultfd::WriteTracker;
+use hotspare_kernel::{HostPid, KernelError};
 
 use super::ranges::{Ranges, merge_sorted};
 use crate::objects::error::{ObjectError, ObjectResult};
@@ -48,6 +48,8 @@ pub struct Space {
     stopped: bool,
     /// Where the last scan failed.
     suspects: Ranges,
+    /// Mappings made with `MAP_DROPPABLE`, as of the last scan.
+    droppable: Vec<(u64, u64)>,
 }
 
 /// Reading the mappings of a running guest takes several calls; one that was split or joined
@@ -129,6 +131,7 @@ impl Space {
             reset: true,
             stopped: false,
             suspects: Ranges::default(),
+            droppable: Vec::new(),
         })
     }
 
@@ -230,9 +233,14 @@ impl Space {
         let known = !suspect
             && self.pagemap.scan(line.start, line.end, query, regions)? == Scanned::Complete;
         if known {
+            self.droppable.retain(|range| *range != (line.start, line.end));
             return Ok(false);
         }
         let registered = self.register(line);
+        if !file && self.is_droppable(line, &registered)? {
+            regions.clear();
+            return Ok(false);
+        }
         self.registered(line, registered)?;
         self.discards.push(GuestRange::new(line.start, line.end));
         regions.clear();
@@ -243,6 +251,38 @@ impl Space {
                 "changed while it was scanned",
             )),
         }
+    }
+
+    /// Whether a mapping was refused because it is droppable memory (mmap(2), `MAP_DROPPABLE`), as
+    /// the C library and the Go runtime have for random numbers (vgetrandom). Its content may
+    /// vanish at any time, so it does not travel: the ghost's is always empty.
+    fn is_droppable(
+        &mut self,
+        line: &MapLine,
+        registered: &hotspare_kernel::Result<()>,
+    ) -> ObjectResult<bool> {
+        let range = (line.start, line.end);
+        let refused = registered.as_ref().err().and_then(KernelError::errno);
+        if refused != Some(libc::EINVAL) {
+            self.droppable.retain(|known| *known != range);
+            return Ok(false);
+        }
+        if !self.droppable.contains(&range) {
+            let flags = proc_maps::flags(self.pid)?;
+            if !flags.iter().any(|flags| flags.start == line.start && flags.has(b"dp")) {
+                return Ok(false);
+            }
+            self.droppable.push(range);
+        }
+        Ok(true)
+    }
+
+    /// The flags of a droppable mapping, which stay what mmap(2) made them; 0 of any other.
+    pub(crate) fn droppable_flags(&self, line: &MapLine) -> u32 {
+        use hotspare_image::memory::mapping_flags as flag;
+        let droppable = self.droppable.contains(&(line.start, line.end));
+        let all = flag::DROPPABLE | flag::NO_RESERVE | flag::WIPE_ON_FORK | flag::DONT_DUMP;
+        if droppable { all } else { 0 }
     }
 
     /// Scans a shared mapping. Pages of shared memory leave the page table when memory is short,

@@ -311,13 +311,18 @@ fn change_mapping(
     Ok(())
 }
 
+/// The guest's host has it, so a spare with another kernel must say what it lacks.
+const MAP_DROPPABLE: &str = "map memory with MAP_DROPPABLE (Linux 6.11 or newer is needed)";
+
 fn map_piece(
     batch: &mut Batch<'_>,
     piece: GuestRange,
     mapping: &Mapping,
     sources: &dyn Sources,
 ) -> GhostResult<()> {
+    let droppable = mapping.flags & mapping_flags::DROPPABLE != 0;
     let (kind, from_file) = match &mapping.backing {
+        Backing::Anonymous if droppable => (libc::MAP_ANONYMOUS | libc::MAP_DROPPABLE, false),
         Backing::Anonymous => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, false),
         Backing::PrivateFile { .. } => (libc::MAP_PRIVATE, true),
         Backing::SharedFile { .. } => (libc::MAP_SHARED, true),
@@ -338,7 +343,8 @@ fn map_piece(
     let protection = u64::from(mapping.protection);
     if !from_file {
         let arguments = [start, bytes, protection, flags as u64, u64::MAX, 0];
-        batch.must("map memory", libc::SYS_mmap, &arguments);
+        let what = if droppable { MAP_DROPPABLE } else { "map memory" };
+        batch.must(what, libc::SYS_mmap, &arguments);
         return Ok(());
     }
     if let Some((id, size)) = sources.segment(mapping)

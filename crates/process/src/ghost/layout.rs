@@ -16,7 +16,7 @@ pub(super) enum Change {
 }
 
 /// Flags that decide how memory is mapped, not how it is advised.
-const MAP_FLAGS: u32 = mapping_flags::GROWS_DOWN;
+const MAP_FLAGS: u32 = mapping_flags::GROWS_DOWN | mapping_flags::DROPPABLE;
 
 /// What leads from `old` to `new`; parts of `new` inside `fresh` are mapped anew in any case.
 ///
