@@ -134,6 +134,27 @@ impl ChangeSet {
         encode_in_chunks(self.changes(), chunk_bytes)
     }
 
+    /// The same for whoever hands them out later.
+    pub fn into_chunks(
+        self,
+        chunk_bytes: usize,
+    ) -> impl Iterator<Item = Result<Vec<u8>, FilesError>> + 'static {
+        let (mut index, mut done) = (0, 0);
+        let changes = std::iter::from_fn(move || {
+            while let Some(entry) = self.recorded.get(index) {
+                let mut pieces = Pieces { set: &self, entry, done };
+                let change = pieces.next();
+                done = pieces.done;
+                if change.is_some() {
+                    return change;
+                }
+                (index, done) = (index + 1, 0);
+            }
+            None
+        });
+        encode_in_chunks(changes, chunk_bytes)
+    }
+
     fn read_spilled(&self, at: u64, length: u64) -> Result<Vec<u8>, FilesError> {
         let mut bytes = vec![0; length as usize];
         let read = match &self.spill {
@@ -248,6 +269,8 @@ mod tests {
             assert!(chunk.len() < (256 << 10) + (1 << 20) + 4096);
             staged.push_chunk(&chunk).unwrap();
         }
+        let later: Vec<_> = set.chunks(256 << 10).map(Result::unwrap).collect();
+        assert!(set.into_chunks(256 << 10).map(Result::unwrap).eq(later));
         let mut rebuilt = vec![0u8; 5 << 20];
         for change in staged.changes() {
             if let FileChange::Write { offset, bytes, .. } = change.unwrap() {

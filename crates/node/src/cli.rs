@@ -26,6 +26,7 @@ use crate::control;
 use crate::epoch::EpochMaker;
 use crate::link;
 use crate::mailbox::mailbox;
+use crate::patience::Patience;
 use crate::preflight;
 use crate::primary::Primary;
 use crate::report::Reporter;
@@ -128,6 +129,10 @@ struct RunArguments {
     /// same storage. Everything else is read-only for the guest and must be equal on both hosts.
     #[arg(long)]
     files: Vec<FileRule>,
+    /// Copy all memory at every checkpoint while the guest stands still, as a measure of what
+    /// pre-copy is worth.
+    #[arg(long)]
+    stop_and_copy: bool,
     /// Working directory of the program.
     #[arg(long, default_value = "/")]
     directory: String,
@@ -257,6 +262,8 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         sent: BTreeMap::new(),
         committed: Epoch(0),
         told_refusal: String::new(),
+        patience: Patience::default(),
+        told_late: false,
     };
     primary.run()
 }
@@ -303,6 +310,7 @@ fn start_guest(
         names.domainname().to_string_lossy().into_owned(),
     );
     maker.term = Term(1);
+    maker.stop_and_copy = arguments.stop_and_copy;
     Ok((maker, init, network))
 }
 

@@ -2,11 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
-use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use hotspare_image::memory::PageOwner;
+use hotspare_files::ReplicatedDir;
 use hotspare_image::tree::{GuestPid, ProcessState};
 use hotspare_image::{Checkpoint, Epoch, NodeId, Position, Term};
 use hotspare_kernel::pidfd;
@@ -19,20 +18,24 @@ use hotspare_process::objects::error::{ObjectError, ObjectResult};
 use hotspare_process::objects::ipc::IpcCapture;
 use hotspare_process::objects::socket::SocketCapture;
 use hotspare_process::objects::table::GuestProcess;
-use hotspare_process::pages::{Content, PageRun};
-use hotspare_replica::{PageBatch, Sender};
+use hotspare_process::pages::PageRun;
+use hotspare_replica::Sender;
 
+use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY, Outgoing, PIECE_BYTES};
 use crate::settings::Settings;
-use hotspare_files::{InitialCopy, ReplicatedDir};
 
 /// Pages that may be left for the pause.
 const REST_PAGES: u64 = 512;
-/// More than that and the guest is let go again to pre-copy.
-const REST_PAGES_MAX: u64 = 8192;
+/// More than that and the guest is let go again to pre-copy. Doubled each time, so that a guest
+/// that writes faster than we copy gets its checkpoint all the same.
+const REST_PAGES_MAX: u64 = 2048;
 const ROUNDS: u32 = 6;
-const PIECE_BYTES: u64 = 1 << 20;
-/// Room that a spare's queue must have before more is copied.
+/// Room that a spare's queue must have before more is copied; more than the largest piece.
 const ROOM_BYTES: usize = 4 << 20;
+/// Checkpoints on their way to a spare that it has not acknowledged: it keeps them in memory.
+const UNACKNOWLEDGED_MAX: usize = 8;
+/// Longest time without a look at what else there is to do.
+const SLICE: Duration = Duration::from_millis(20);
 
 /// Takes checkpoints of a guest and hands them to the spares.
 pub struct EpochMaker {
@@ -49,27 +52,50 @@ pub struct EpochMaker {
     pub epoch: Epoch,
     /// The next checkpoint must describe everything.
     pub full: bool,
+    /// No pre-copy, and every page at every stop: the measure of what the other way is worth.
+    pub stop_and_copy: bool,
+    /// Bytes sent to each spare when it last acknowledged a checkpoint.
+    wire_bytes: BTreeMap<NodeId, u64>,
     open: Option<Open>,
 }
 
 /// An epoch that has begun to travel.
 struct Open {
     position: Position,
-    copies: Vec<InitialCopy>,
+    began: Instant,
     pages: u64,
+    /// Tries that found too much to copy while the guest stood still.
+    tries: u32,
+    /// What waits for room.
+    outgoing: Outgoing,
+    /// The guest has been stopped for it; the rest is only to be sent.
+    captured: Option<Captured>,
 }
 
 /// What came of an attempt.
 pub enum Attempt {
-    /// Not now; try again in a moment.
-    Later,
+    /// Not yet; go on in a moment.
+    Later(Obstacle),
     /// A checkpoint is on its way.
     Taken(Box<Taken>),
+}
+
+/// Why there is no checkpoint yet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Obstacle {
+    /// There is more to do than fits in one go.
+    Work,
+    /// A spare takes things slower than they come.
+    SlowSpare,
+    /// A state of the guest that passes, in words.
+    Passing(String),
 }
 
 /// A checkpoint on its way.
 pub struct Taken {
     pub position: Position,
+    /// When the first try began.
+    pub began: Instant,
     pub captured: Captured,
     pub pages: u64,
 }
@@ -94,55 +120,76 @@ impl EpochMaker {
             term: Term(0),
             epoch: Epoch(0),
             full: true,
+            stop_and_copy: false,
+            wire_bytes: BTreeMap::new(),
             open: None,
         }
     }
 
     /// A spare must be told everything.
-    pub fn begin_full(&mut self) -> anyhow::Result<()> {
+    pub fn begin_full(&mut self) {
         if let Some(open) = self.open.take() {
             self.each_spare(|spare| spare.abort(open.position));
         }
         self.full = true;
-        Ok(())
     }
 
-    /// Tries to take a checkpoint. Spares whose stream is broken drop out by themselves.
+    /// Tries to take a checkpoint, for a few milliseconds. Spares whose stream is broken drop out
+    /// by themselves.
     pub fn attempt(&mut self) -> anyhow::Result<Attempt> {
         if self.lacks_room() {
-            return Ok(Attempt::Later);
+            return Ok(Attempt::Later(Obstacle::SlowSpare));
         }
         if self.open.is_none() {
-            self.begin()?;
+            self.begin();
         }
-        match self.try_attempt() {
+        match self.try_attempt(Instant::now() + SLICE) {
             Ok(attempt) => Ok(attempt),
             Err(ObjectError::Transient { what, reason }) => {
                 tracing::debug!(what, reason, "no checkpoint at this instant");
-                Ok(Attempt::Later)
+                Ok(Attempt::Later(Obstacle::Passing(format!("{what}: {reason}"))))
             }
-            Err(ObjectError::Call(error)) if error.is_died() => Ok(Attempt::Later),
-            Err(error) => Err(error).context("take a checkpoint"),
+            Err(ObjectError::Call(error)) if error.is_died() => {
+                Ok(Attempt::Later(Obstacle::Passing(error.to_string())))
+            }
+            Err(error) => {
+                if self.open.as_ref().is_some_and(|open| open.captured.is_some()) {
+                    // Part of it is lost, so the next one must not build on it.
+                    self.begin_full();
+                }
+                Err(error).context("take a checkpoint")
+            }
         }
     }
 
-    fn begin(&mut self) -> anyhow::Result<()> {
+    fn begin(&mut self) {
         let position = Position::checkpoint(self.epoch.next());
-        let mut copies = Vec::new();
+        let mut outgoing = Outgoing::default();
         if self.full {
             self.guest.rewind();
-            copies = self.directories.iter().map(ReplicatedDir::initial_copy).collect();
+            for (index, directory) in self.directories.iter().enumerate() {
+                let chunks = directory.initial_copy().chunks(PIECE_BYTES as usize);
+                outgoing.add_files(index, CHUNK_COPY, chunks);
+            }
         }
         let (term, full) = (self.term, self.full);
         self.each_spare(|spare| spare.begin(position, term, full));
-        self.open = Some(Open { position, copies, pages: 0 });
-        Ok(())
+        let began = Instant::now();
+        self.open = Some(Open { position, began, pages: 0, tries: 0, outgoing, captured: None });
+    }
+
+    /// Bytes sent to a spare since this was last asked.
+    pub fn wire_bytes(&mut self, node: NodeId) -> u64 {
+        let Some(spare) = self.spares.get(&node) else { return 0 };
+        let sent = spare.stats().wire_bytes;
+        sent.saturating_sub(self.wire_bytes.insert(node, sent).unwrap_or(0))
     }
 
     fn lacks_room(&self) -> bool {
-        self.spares
-            .values()
-            .any(|spare| spare.room_bytes() < ROOM_BYTES && spare.broken().is_none())
+        self.spares.values().any(|spare| {
+            let late = spare.unacknowledged() >= UNACKNOWLEDGED_MAX;
+            (late || spare.room_bytes() < ROOM_BYTES) && spare.broken().is_none()
+        })
     }
 
     fn each_spare(&self, send: impl Fn(&Sender) -> Result<(), hotspare_replica::Broken>) {
@@ -152,68 +199,59 @@ impl EpochMaker {
         }
     }
 
-    fn try_attempt(&mut self) -> ObjectResult<Attempt> {
-        if self.guest.needs_preparation() {
-            self.guest.prepare()?;
+    fn try_attempt(&mut self, until: Instant) -> ObjectResult<Attempt> {
+        if let Some(obstacle) = self.send_waiting(until)? {
+            return Ok(Attempt::Later(obstacle));
         }
-        if !self.copy_files()? || !self.precopy()? {
-            return Ok(Attempt::Later);
-        }
-        for directory in &self.directories {
-            directory.flush().map_err(files_failed)?;
-        }
-        let Some(captured) = self.stop_and_take()? else { return Ok(Attempt::Later) };
-        let (mut captured, changes) = captured;
-        let Some(open) = self.open.take() else { return Ok(Attempt::Later) };
-        let runs = std::mem::take(&mut captured.runs);
-        let pages = open.pages + self.send_runs(runs);
-        captured.checkpoint.position = open.position;
-        captured.checkpoint.term = self.term;
-        captured.checkpoint.names.clone_from(&self.names);
-        let clocks = &mut captured.checkpoint.clocks;
-        clocks.monotonic_ns = clocks.monotonic_ns.wrapping_add_signed(self.offsets.monotonic_ns);
-        clocks.boottime_ns = clocks.boottime_ns.wrapping_add_signed(self.offsets.boottime_ns);
-        for (index, change) in changes.iter().enumerate() {
-            for chunk in change.chunks(PIECE_BYTES as usize) {
-                self.send_chunk(index, CHUNK_CHANGES, chunk.map_err(files_failed)?);
+        if self.open.as_ref().is_none_or(|open| open.captured.is_none()) {
+            if self.guest.needs_preparation() {
+                self.guest.prepare()?;
+            }
+            if !self.stop_and_copy
+                && let Some(obstacle) = self.precopy(until)?
+            {
+                return Ok(Attempt::Later(obstacle));
+            }
+            for directory in &self.directories {
+                directory.flush().map_err(files_failed)?;
+            }
+            if !self.stop_and_take()? {
+                return Ok(Attempt::Later(Obstacle::Work));
+            }
+            self.guest.refresh_flags()?;
+            if let Some(obstacle) = self.send_waiting(until)? {
+                return Ok(Attempt::Later(obstacle));
             }
         }
-        let state = Arc::new(captured.checkpoint.to_bytes());
-        self.each_spare(|spare| spare.state(state.clone()));
-        self.each_spare(|spare| spare.end(open.position));
-        self.epoch = open.position.epoch;
-        self.full = false;
-        self.guest.refresh_flags()?;
-        Ok(Attempt::Taken(Box::new(Taken { position: open.position, captured, pages })))
+        match self.open.take() {
+            Some(Open { position, began, pages, captured: Some(captured), .. }) => {
+                self.each_spare(|spare| spare.end(position));
+                self.epoch = position.epoch;
+                self.full = false;
+                Ok(Attempt::Taken(Box::new(Taken { position, began, captured, pages })))
+            }
+            _ => Ok(Attempt::Later(Obstacle::Work)),
+        }
     }
 
-    /// Sends a piece of the directories' first copy; true when all of it is sent.
-    fn copy_files(&mut self) -> ObjectResult<bool> {
-        let Some(open) = &mut self.open else { return Ok(true) };
-        if open.copies.is_empty() {
-            return Ok(true);
-        }
-        let copies = std::mem::take(&mut open.copies);
-        for (index, copy) in copies.into_iter().enumerate() {
-            for chunk in copy.chunks(PIECE_BYTES as usize) {
-                self.send_chunk(index, CHUNK_COPY, chunk.map_err(files_failed)?);
-                self.guest.pump(&[], Duration::ZERO)?;
+    /// Sends what waits, as far as there is time and room.
+    fn send_waiting(&mut self, until: Instant) -> ObjectResult<Option<Obstacle>> {
+        loop {
+            if self.lacks_room() {
+                return Ok(Some(Obstacle::SlowSpare));
+            }
+            let Some(open) = &mut self.open else { return Ok(None) };
+            let Some(piece) = open.outgoing.next().map_err(files_failed)? else { return Ok(None) };
+            self.each_spare(|spare| piece.send(spare));
+            self.guest.pump(&[], Duration::ZERO)?;
+            if Instant::now() > until {
+                return Ok(Some(Obstacle::Work));
             }
         }
-        Ok(true)
     }
 
-    fn send_chunk(&self, directory: usize, kind: u8, chunk: Vec<u8>) {
-        let mut bytes = Vec::with_capacity(chunk.len() + 8);
-        bytes.extend_from_slice(&[directory as u8, kind, 0, 0]);
-        bytes.extend_from_slice(&(chunk.len() as u32).to_le_bytes());
-        bytes.extend_from_slice(&chunk);
-        let bytes = Arc::new(bytes);
-        self.each_spare(|spare| spare.file_changes(bytes.clone()));
-    }
-
-    /// Copies while the guest runs, until little is left; false if a spare has no room.
-    fn precopy(&mut self) -> ObjectResult<bool> {
+    /// Copies while the guest runs, until little is left.
+    fn precopy(&mut self, until: Instant) -> ObjectResult<Option<Obstacle>> {
         for _ in 0..ROUNDS {
             let before = self.guest.backlog_pages();
             self.guest.scan()?;
@@ -222,27 +260,54 @@ impl EpochMaker {
                 break;
             }
             while self.guest.backlog_pages() > 0 {
-                if self.lacks_room() {
-                    return Ok(false);
-                }
                 let mut runs = Vec::new();
                 self.guest.precopy(PIECE_BYTES, &mut runs)?;
-                let pages = self.send_runs(runs);
                 if let Some(open) = &mut self.open {
-                    open.pages += pages;
+                    open.pages += runs.iter().map(PageRun::pages).sum::<u64>();
+                    open.outgoing.add_runs(runs);
                 }
-                self.guest.pump(&[], Duration::ZERO)?;
+                let obstacle = self.send_waiting(until)?;
+                if obstacle.is_some() {
+                    return Ok(obstacle);
+                }
             }
             if before > 0 && found > before * 2 {
                 break;
             }
         }
+        Ok(None)
+    }
+
+    /// Stops the guest and takes the rest; false if it was too much.
+    fn stop_and_take(&mut self) -> ObjectResult<bool> {
+        let Some((mut captured, changes)) = self.take()? else {
+            if let Some(open) = &mut self.open {
+                open.tries += 1;
+            }
+            return Ok(false);
+        };
+        let Some(open) = &mut self.open else { return Ok(false) };
+        let checkpoint = &mut captured.checkpoint;
+        checkpoint.position = open.position;
+        checkpoint.term = self.term;
+        checkpoint.names.clone_from(&self.names);
+        let clocks = &mut checkpoint.clocks;
+        clocks.monotonic_ns = clocks.monotonic_ns.wrapping_add_signed(self.offsets.monotonic_ns);
+        clocks.boottime_ns = clocks.boottime_ns.wrapping_add_signed(self.offsets.boottime_ns);
+        let runs = std::mem::take(&mut captured.runs);
+        open.pages += runs.iter().map(PageRun::pages).sum::<u64>();
+        open.outgoing.add_runs(runs);
+        for (index, change) in changes.into_iter().enumerate() {
+            let chunks = change.into_chunks(PIECE_BYTES as usize);
+            open.outgoing.add_files(index, CHUNK_CHANGES, chunks);
+        }
+        open.outgoing.add_state(captured.checkpoint.to_bytes());
+        open.captured = Some(captured);
         Ok(true)
     }
 
-    fn stop_and_take(
-        &mut self,
-    ) -> ObjectResult<Option<(Captured, Vec<hotspare_files::ChangeSet>)>> {
+    fn take(&mut self) -> ObjectResult<Option<(Captured, Vec<hotspare_files::ChangeSet>)>> {
+        let tries = self.open.as_ref().map_or(0, |open| open.tries);
         let Self { guest, descriptors, sockets, ipc, directories, .. } = self;
         let mut changes = Vec::new();
         let mut cut = || {
@@ -256,77 +321,12 @@ impl EpochMaker {
             ipc.capture_into(shared, checkpoint)?;
             take_descriptors(guest, shared, checkpoint, descriptors, sockets)
         };
-        let mut rules = CheckpointRules { objects: &mut objects };
-        let captured = guest.checkpoint(REST_PAGES_MAX, &mut rules, &mut cut)?;
+        let all = self.stop_and_copy;
+        let mut rules = CheckpointRules { objects: &mut objects, copy_all: all };
+        let most = if all { u64::MAX } else { REST_PAGES_MAX.saturating_mul(1 << tries.min(40)) };
+        let captured = guest.checkpoint(most, &mut rules, &mut cut)?;
         Ok(captured.map(|captured| (captured, changes)))
     }
-
-    /// Sends runs in order; neighbours of one kind and owner travel together.
-    fn send_runs(&self, runs: Vec<PageRun>) -> u64 {
-        let pages = runs.iter().map(PageRun::pages).sum();
-        let mut pending: Vec<PageRun> = Vec::new();
-        let mut bytes = 0;
-        for run in runs {
-            let fits = pending.first().is_none_or(|first| same_kind(first, &run));
-            if !fits || bytes > PIECE_BYTES || pending.len() >= 4000 {
-                self.send_alike(std::mem::take(&mut pending));
-                bytes = 0;
-            }
-            bytes += run.pages() * 4096;
-            pending.push(run);
-        }
-        self.send_alike(pending);
-        pages
-    }
-
-    fn send_alike(&self, runs: Vec<PageRun>) {
-        let Some(first) = runs.first() else { return };
-        let owner = first.owner;
-        let kind = std::mem::discriminant(&first.content);
-        let heads = runs.iter().flat_map(heads).collect::<Vec<_>>();
-        if kind == std::mem::discriminant(&Content::Bytes(Vec::new())) {
-            let mut bytes = Vec::new();
-            for run in &runs {
-                if let Content::Bytes(content) = &run.content {
-                    bytes.extend_from_slice(content);
-                }
-            }
-            self.send_bytes(owner, heads, bytes);
-        } else if kind == std::mem::discriminant(&Content::Zero(0)) {
-            let heads = Arc::new(heads);
-            self.each_spare(|spare| spare.zero_runs(owner, heads.clone()));
-        } else {
-            let heads = Arc::new(heads);
-            self.each_spare(|spare| spare.discard_runs(owner, heads.clone()));
-        }
-    }
-
-    fn send_bytes(&self, owner: PageOwner, heads: Vec<hotspare_replica::PageRun>, bytes: Vec<u8>) {
-        if let Some(batch) = PageBatch::new(owner, heads, bytes) {
-            let batch = Arc::new(batch);
-            self.each_spare(|spare| spare.pages(batch.clone()));
-        }
-    }
-}
-
-/// Kind of a chunk among the file changes: a piece of a directory's first copy …
-pub const CHUNK_COPY: u8 = 0;
-/// … or of the changes of an epoch.
-pub const CHUNK_CHANGES: u8 = 1;
-
-fn same_kind(one: &PageRun, other: &PageRun) -> bool {
-    one.owner == other.owner
-        && std::mem::discriminant(&one.content) == std::mem::discriminant(&other.content)
-}
-
-/// The stream counts pages of a run in 32 bits.
-fn heads(run: &PageRun) -> impl Iterator<Item = hotspare_replica::PageRun> + use<> {
-    const MOST: u64 = u32::MAX as u64;
-    let (start, pages) = (run.start, run.pages());
-    (0..pages.div_ceil(MOST)).map(move |part| hotspare_replica::PageRun {
-        first: start + part * MOST * 4096,
-        pages: (pages - part * MOST).min(MOST) as u32,
-    })
 }
 
 fn files_failed(error: hotspare_files::FilesError) -> ObjectError {

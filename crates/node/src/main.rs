@@ -9,6 +9,8 @@ mod epoch;
 mod facts;
 mod link;
 mod mailbox;
+mod outgoing;
+mod patience;
 mod preflight;
 mod primary;
 mod report;

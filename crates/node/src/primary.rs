@@ -12,8 +12,9 @@ use hotspare_replica::message::SwitchoverOffer;
 use hotspare_replica::{Goodbye, GoodbyeCode, MemberEntry};
 
 use crate::agent::{Agent, Message, SpareIn};
-use crate::epoch::{Attempt, EpochMaker, Taken};
+use crate::epoch::{Attempt, EpochMaker, Obstacle, Taken};
 use crate::mailbox::Inbox;
+use crate::patience::Patience;
 use crate::report::EpochLine;
 use crate::settings::Settings;
 
@@ -36,6 +37,9 @@ pub struct Primary {
     /// The last checkpoint that a spare has acknowledged.
     pub committed: Epoch,
     pub told_refusal: String,
+    pub patience: Patience,
+    /// It has been said that checkpoints do not come.
+    pub told_late: bool,
 }
 
 impl Primary {
@@ -71,13 +75,13 @@ impl Primary {
         if self.maker.spares.is_empty() {
             return self.settings.epoch;
         }
-        let began = Instant::now();
         match self.maker.attempt() {
-            Ok(Attempt::Later) => AGAIN,
+            Ok(Attempt::Later(obstacle)) => self.meet(&obstacle),
             Ok(Attempt::Taken(taken)) => {
                 self.note_taken(&taken);
                 self.told_refusal.clear();
-                self.settings.epoch.saturating_sub(began.elapsed()).max(AGAIN)
+                self.patience.taken();
+                self.settings.epoch.saturating_sub(taken.began.elapsed()).max(AGAIN)
             }
             Err(error) => {
                 let text = format!("{error:#}");
@@ -92,19 +96,30 @@ impl Primary {
         }
     }
 
+    /// Something is in the way of a checkpoint; returns how long to wait.
+    fn meet(&mut self, obstacle: &Obstacle) -> Duration {
+        let (wait, told) = self.patience.met(obstacle, Instant::now());
+        // Nobody expects a first checkpoint to be quick.
+        let first = self.committed == Epoch(0) && *obstacle == Obstacle::SlowSpare;
+        if let Some(why) = told.filter(|_| !first) {
+            self.told_late = true;
+            self.agent.reporter.late(&why, self.committed.0);
+        }
+        wait
+    }
+
     fn note_taken(&mut self, taken: &Taken) {
         self.agent.brain.tell(Event::CheckpointTaken(taken.position));
         let offset = self.maker.offsets.monotonic_ns;
         let stop = taken.captured.checkpoint.clocks.monotonic_ns.wrapping_add_signed(-offset);
-        let stats = self.maker.spares.values().map(|spare| spare.stats().wire_bytes);
         self.sent.insert(
             taken.position,
             EpochLine {
                 epoch: taken.position.epoch.0,
-                pause: taken.captured.parts.total,
+                parts: taken.captured.parts,
                 stop_ns: stop,
                 pages: taken.pages,
-                bytes: stats.max().unwrap_or(0),
+                bytes: 0,
                 lag: 0,
             },
         );
@@ -140,18 +155,22 @@ impl Primary {
 
     fn spare_in(&mut self, spare: SpareIn) -> anyhow::Result<()> {
         self.hearts.insert(spare.node, spare.heart);
-        self.maker.begin_full()?;
+        self.maker.begin_full();
         self.maker.spares.insert(spare.node, spare.sender);
         Ok(())
     }
 
-    fn acknowledged(&mut self, _: NodeId, position: Position) {
+    fn acknowledged(&mut self, node: NodeId, position: Position) {
         let reporter = &self.agent.reporter;
         self.committed = self.committed.max(position.epoch);
+        if std::mem::take(&mut self.told_late) {
+            reporter.protected(position.epoch.0);
+        }
         let newest = self.maker.epoch.0;
         let later = self.sent.split_off(&Position::checkpoint(position.epoch.next()));
         for (at, mut line) in std::mem::replace(&mut self.sent, later) {
             line.lag = newest.saturating_sub(at.epoch.0);
+            line.bytes = self.maker.wire_bytes(node);
             reporter.epoch(&line);
         }
     }
@@ -237,7 +256,7 @@ impl Primary {
         while Instant::now() < deadline {
             self.maker.sockets.next_is_exact();
             match self.maker.attempt()? {
-                Attempt::Later => drop(self.maker.guest.pump(&[], AGAIN)?),
+                Attempt::Later(_) => drop(self.maker.guest.pump(&[], AGAIN)?),
                 Attempt::Taken(taken) => {
                     self.note_taken(&taken);
                     self.agent.brain.tell(Event::GuestFrozen(taken.position));

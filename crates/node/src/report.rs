@@ -4,6 +4,7 @@ use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use hotspare_process::capture::PauseParts;
 use serde_json::json;
 
 /// Tells what happens. Cheap to clone.
@@ -41,13 +42,13 @@ pub struct Failover {
 pub struct EpochLine {
     /// Its number.
     pub epoch: u64,
-    /// How long the guest was stopped.
-    pub pause: Duration,
+    /// How long the guest was stopped, and with what.
+    pub parts: PauseParts,
     /// `CLOCK_MONOTONIC` of the host while it was stopped, ns.
     pub stop_ns: u64,
     /// Pages that were sent.
     pub pages: u64,
-    /// Bytes on the wire.
+    /// Bytes on the wire since the checkpoint before was committed.
     pub bytes: u64,
     /// Checkpoints the slowest spare is behind.
     pub lag: u64,
@@ -91,15 +92,32 @@ impl Reporter {
         }
     }
 
+    /// There has been no checkpoint for a while.
+    pub fn late(&self, why: &str, epoch: u64) {
+        if self.json {
+            self.line(&json!({"event": "late", "why": why, "epoch": epoch}).to_string());
+        } else {
+            self.note(&format!(
+                "NOT PROTECTED since more than a second, the guest runs on: {why}. A spare could \
+                 only go on from epoch {epoch}"
+            ));
+        }
+    }
+
     /// A checkpoint is committed.
     pub fn epoch(&self, epoch: &EpochLine) {
-        let pause_us = epoch.pause.as_nanos() as f64 / 1000.0;
+        let us = |part: Duration| part.as_nanos() as f64 / 1000.0;
+        let parts = &epoch.parts;
+        let pause_us = us(parts.total);
         if self.json {
             self.line(
                 &json!({
                     "event": "epoch", "epoch": epoch.epoch, "pause_us": pause_us,
-                    "stop_ns": epoch.stop_ns, "pages": epoch.pages, "bytes": epoch.bytes,
-                    "lag": epoch.lag,
+                    "stop_us": us(parts.stop), "scan_us": us(parts.scan),
+                    "copy_us": us(parts.copy), "registers_us": us(parts.registers),
+                    "objects_us": us(parts.objects), "files_us": us(parts.files),
+                    "resume_us": us(parts.resume), "stop_ns": epoch.stop_ns,
+                    "pages": epoch.pages, "bytes": epoch.bytes, "lag": epoch.lag,
                 })
                 .to_string(),
             );

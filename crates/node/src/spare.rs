@@ -19,8 +19,8 @@ use hotspare_replica::{
 };
 
 use crate::agent::{Agent, Joined, Message};
-use crate::epoch::{CHUNK_CHANGES, CHUNK_COPY};
 use crate::mailbox::{Inbox, Room};
+use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY};
 use crate::settings::Settings;
 use crate::{facts, takeover};
 

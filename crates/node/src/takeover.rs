@@ -119,6 +119,8 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         sent: BTreeMap::new(),
         committed: Epoch(0),
         told_refusal: String::new(),
+        patience: crate::patience::Patience::default(),
+        told_late: false,
     })
 }
 

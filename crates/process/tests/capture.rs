@@ -103,7 +103,7 @@ fn compare_checkpoints(guest: &mut Guest, count: usize) -> usize {
         let mut early = Vec::new();
         guest.scan().expect("scans");
         guest.precopy(1 << 30, &mut early).expect("copies");
-        let mut rules = CheckpointRules { objects: &mut |_, _, _| Ok(()) };
+        let mut rules = CheckpointRules { objects: &mut |_, _, _| Ok(()), copy_all: false };
         let captured = match guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(())) {
             Ok(Some(captured)) => captured,
             Ok(None) | Err(ObjectError::Transient { .. }) => {

@@ -54,6 +54,18 @@ impl PageBatch {
         let fits = pages.checked_mul(PAGE as u64) == Some(bytes.len() as u64);
         (aligned && fits).then_some(PageBatch { owner, runs, bytes })
     }
+
+    /// Which pages.
+    #[must_use]
+    pub fn runs(&self) -> &[PageRun] {
+        &self.runs
+    }
+
+    /// Their bytes, one after another.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
 }
 
 /// When to spend time on compression.
@@ -104,6 +116,8 @@ struct Queue {
     closing: bool,
     /// Last position given to the writer.
     sent: Position,
+    /// Ends of checkpoints that have not been acknowledged.
+    unanswered: VecDeque<Position>,
     acknowledged: Option<Committed>,
     stats: SendStats,
 }
@@ -298,6 +312,12 @@ impl Sender {
         self.shared.lock().sent
     }
 
+    /// How many checkpoints have been handed over for sending and not been acknowledged.
+    #[must_use]
+    pub fn unacknowledged(&self) -> usize {
+        self.shared.lock().unanswered.len()
+    }
+
     /// How many bytes can be queued without blocking: a primary takes its next checkpoint when this
     /// is large and the one before is acknowledged, so that a slow spare makes epochs longer.
     #[must_use]
@@ -369,6 +389,9 @@ impl Sender {
             queue = self.shared.wait(queue);
         }
         queue.bytes += cost;
+        if let Job::End(position) = job {
+            queue.unanswered.push_back(position);
+        }
         queue.jobs.push_back(job);
         queue.sent = sent.unwrap_or(queue.sent);
         drop(queue);
@@ -676,6 +699,7 @@ impl<R: Read> ReplyReader<R> {
                 }
                 let committed = Committed(position);
                 queue.acknowledged = Some(committed);
+                queue.unanswered.retain(|sent| *sent > position);
                 drop(queue);
                 self.shared.changed.notify_all();
                 Ok(Reply::Committed(committed))

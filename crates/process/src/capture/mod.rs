@@ -39,11 +39,11 @@ pub struct PauseParts {
     /// Copying the remaining pages.
     pub copy: Duration,
     /// Registers and everything else of threads and processes.
-    pub threads: Duration,
+    pub registers: Duration,
     /// Descriptors and what they point at.
     pub objects: Duration,
     /// What the caller did meanwhile (cut of the file changes).
-    pub during: Duration,
+    pub files: Duration,
     /// Until the last thread ran again.
     pub resume: Duration,
     /// All of it.
@@ -180,6 +180,16 @@ impl Guest {
         self.shared.rewind();
     }
 
+    /// Lets all pages wait to be copied again.
+    fn copy_again(&mut self) {
+        for process in self.processes.values_mut() {
+            if let Some(space) = process.space.as_mut() {
+                space.copy_again();
+            }
+        }
+        self.shared.copy_again();
+    }
+
     /// Stops the guest, takes what changed since the last checkpoint, lets it go on.
     ///
     /// `during` runs while the guest stands still. On failure the guest runs on, and what was
@@ -218,9 +228,12 @@ impl Guest {
         // Threads run calls of ours here, and the kernel may write their processor number into
         // their memory then: the scan comes after it.
         let mut checkpoint = self.capture_tree()?;
-        parts.threads = clock.lap();
+        parts.registers = clock.lap();
         self.shared.begin_round();
         self.scan_stopped()?;
+        if rules.copy_all {
+            self.copy_again();
+        }
         parts.scan = clock.lap();
         if self.backlog_pages() > backlog_max {
             return Ok(None);
@@ -237,7 +250,7 @@ impl Guest {
         copied?;
         parts.copy = clock.lap();
         during()?;
-        parts.during = clock.lap();
+        parts.files = clock.lap();
         self.commit_round();
         let runs = std::mem::take(&mut self.unsent);
         Ok(Some(Captured { checkpoint, runs, parts: PauseParts::default() }))
@@ -295,6 +308,8 @@ pub type ObjectsOf<'a> =
 pub struct CheckpointRules<'a> {
     /// Captures descriptors; see `objects::table`.
     pub objects: ObjectsOf<'a>,
+    /// Copies every page, written or not.
+    pub copy_all: bool,
 }
 
 /// Of a running guest, processes that went away meanwhile are no error.

@@ -183,9 +183,16 @@ impl SharedTable {
 
     /// Marks everything as to be copied, for a spare that starts from nothing.
     pub fn rewind(&mut self) {
+        self.copy_again();
         for object in self.objects.values_mut() {
-            object.backlog = object.data.clone();
             object.reset = true;
+        }
+    }
+
+    /// Lets all pages wait to be copied.
+    pub(crate) fn copy_again(&mut self) {
+        for object in self.objects.values_mut() {
+            object.backlog = object.backlog.with(&object.data);
         }
     }
 

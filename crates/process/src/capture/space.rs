@@ -139,6 +139,11 @@ impl Space {
     pub fn rewind(&mut self) {
         self.reset = true;
         self.discards.clear();
+        self.copy_again();
+    }
+
+    /// Lets all pages wait to be copied.
+    pub(crate) fn copy_again(&mut self) {
         self.backlog = self.backlog.with(&self.populated);
     }
 

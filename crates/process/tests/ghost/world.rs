@@ -121,7 +121,7 @@ impl Primary {
             ipc.capture_into(shared, checkpoint)?;
             take_descriptors(guest, shared, checkpoint, descriptors, sockets)
         };
-        let mut rules = CheckpointRules { objects: &mut objects };
+        let mut rules = CheckpointRules { objects: &mut objects, copy_all: false };
         self.guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(()))
     }
 
