@@ -11,6 +11,7 @@ mod apply;
 mod change_set;
 mod error;
 mod extents;
+mod flusher;
 mod identity;
 mod initial_copy;
 mod log;

@@ -1,6 +1,5 @@
 //! A replicated directory, whole: served, cut, copied, applied.
 
-use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,6 +14,7 @@ use nix::errno::Errno;
 use crate::apply::Applier;
 use crate::change_set::ChangeSet;
 use crate::error::FilesError;
+use crate::flusher::Flusher;
 use crate::initial_copy::InitialCopy;
 use crate::log::{ChangeLog, LogLimits};
 use crate::mount::Mount;
@@ -65,8 +65,7 @@ enum Copy {
 pub struct ReplicatedDir {
     mount: Mount,
     shared: Arc<Shared>,
-    /// Our descriptors on the mount for fsync, by inode.
-    flushing: Mutex<HashMap<InodeNumber, File>>,
+    flusher: Flusher,
     copy: Mutex<Copy>,
     marks: AtomicU64,
 }
@@ -102,10 +101,13 @@ impl ReplicatedDir {
             flushing_thread: AtomicU32::new(0),
         });
         let mount = Mount::new(shared.clone(), mountpoint)?;
+        let flusher = Flusher::start(mount.root())
+            .map_err(|error| FilesError::mount("start to flush", mountpoint, error))?;
+        shared.flushing_thread.store(flusher.thread, Ordering::Release);
         Ok(ReplicatedDir {
             mount,
             shared,
-            flushing: Mutex::default(),
+            flusher,
             copy: Mutex::new(Copy::Absent),
             marks: AtomicU64::new(1),
         })
@@ -129,7 +131,8 @@ impl ReplicatedDir {
     /// Stops recording: there is no spare. The next one begins with an initial copy.
     pub fn stop_recording(&self) {
         self.shared.log.stop();
-        lock(&self.flushing).clear();
+        // Nothing is left to flush; it lets go of its files.
+        let _ = self.flusher.flush(Vec::new());
     }
 
     /// Whether changes are recorded.
@@ -150,23 +153,9 @@ impl ReplicatedDir {
 
     /// [`flush`](Self::flush) for the files the caller knows to be mapped shared and writable.
     pub fn flush_inodes(&self, inodes: &[InodeNumber]) -> Result<(), FilesError> {
-        let mut flushing = lock(&self.flushing);
-        flushing.retain(|inode, _| inodes.contains(inode));
-        let thread = nix::unistd::gettid().as_raw() as u32;
-        self.shared.flushing_thread.store(thread, Ordering::Release);
         self.shared.log.set_undelayed(true);
-        let result = inodes.iter().try_for_each(|inode| {
-            if !flushing.contains_key(inode) {
-                match self.open_inode(*inode, libc::O_RDONLY) {
-                    Ok(fd) => drop(flushing.insert(*inode, File::from(fd))),
-                    Err(Errno::ESTALE | Errno::ENOENT) => return Ok(()),
-                    Err(error) => return Err((*inode, error.into())),
-                }
-            }
-            flushing[inode].sync_data().map_err(|error| (*inode, error))
-        });
+        let result = self.flusher.flush(inodes.to_vec());
         self.shared.log.set_undelayed(false);
-        self.shared.flushing_thread.store(0, Ordering::Release);
         result.map_err(|(inode, error)| {
             let path = self.shared.store.message_path(inode);
             FilesError::backing("write back mapped pages of", &path, error)
@@ -362,11 +351,5 @@ impl ReplicatedDir {
     /// Unmounts. Where the mount was moved or cloned to, it stays until that goes away.
     pub fn unmount(self) {
         drop(self);
-    }
-}
-
-impl Drop for ReplicatedDir {
-    fn drop(&mut self) {
-        lock(&self.flushing).clear();
     }
 }

@@ -26,7 +26,7 @@ pub(crate) struct Shared {
     pub log: ChangeLog,
     /// Whether the guest runs here; a spare's directory is read-only to everyone but `apply`.
     pub primary: AtomicBool,
-    /// Thread whose fsync is a flush of the kernel's cache only, 0 if none.
+    /// Thread whose fsync is a flush of the kernel's cache only, 0 before it runs.
     pub flushing_thread: AtomicU32,
 }
 

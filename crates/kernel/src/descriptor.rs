@@ -31,6 +31,25 @@ fn own(fd: libc::c_long) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(fd as i32) }
 }
 
+/// Gives the calling thread a descriptor table of its own with standard input, output and error
+/// and `keep` in it, and nothing else (unshare(2), close_range(2)).
+///
+/// From here on the thread may use no other descriptor that was opened before.
+pub fn leave_table(keep: BorrowedFd<'_>) -> Result<()> {
+    // SAFETY: no pointer is passed; other threads keep their table.
+    let ret = unsafe { libc::unshare(libc::CLONE_FILES) };
+    check("leave shared descriptor table", ret.into())?;
+    let keep = keep.as_raw_fd().unsigned_abs();
+    for (first, last) in [(3, keep.wrapping_sub(1)), (keep + 1, u32::MAX)] {
+        if first <= last {
+            // SAFETY: no pointer is passed; the table is this thread's own.
+            let ret = unsafe { libc::syscall(libc::SYS_close_range, first, last, 0u32) };
+            check("close descriptors of others", ret)?;
+        }
+    }
+    Ok(())
+}
+
 fn compare(verb: &'static str, arguments: [i64; 5]) -> Result<Ordering> {
     let [first, second, kind, one, other] = arguments;
     // SAFETY: for KCMP_EPOLL_TFD `other` is the address of a live slot, else a number.
