@@ -345,14 +345,16 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
 fn join(agent: &Agent, primary: String) -> anyhow::Result<()> {
     let agent = agent.clone();
     std::thread::Builder::new().name("joiner".into()).spawn(move || {
+        let mut attempts = crate::alike::Attempts::new();
         while agent.face().role == HostRole::Spare {
             let met = hotspare_replica::Channel::connect(&primary, &agent.security)
                 .map_err(anyhow::Error::from)
                 .and_then(|channel| crate::spare::follow(&agent, channel));
-            if let Err(error) = met {
-                agent.reporter.note(&format!("{error:#}; trying again"));
+            let (news, wait) = attempts.ended(met, Duration::from_millis(500));
+            if let Some(text) = news {
+                agent.reporter.note(&format!("primary {primary}: {text}; trying again"));
             }
-            std::thread::sleep(Duration::from_millis(500));
+            std::thread::sleep(wait);
         }
     })?;
     Ok(())

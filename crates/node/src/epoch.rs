@@ -21,6 +21,7 @@ use hotspare_process::objects::table::GuestProcess;
 use hotspare_process::pages::PageRun;
 use hotspare_replica::Sender;
 
+use crate::alike::{Alike, Told};
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY, Outgoing, PIECE_BYTES};
 use crate::settings::Settings;
 
@@ -34,6 +35,7 @@ const ROUNDS: u32 = 6;
 const ROOM_BYTES: usize = 4 << 20;
 /// Checkpoints on their way to a spare that it has not acknowledged: it keeps them in memory.
 const UNACKNOWLEDGED_MAX: usize = 8;
+const READING: &str = "the files that the program uses are being read, to be compared";
 /// Longest time without a look at what else there is to do.
 const SLICE: Duration = Duration::from_millis(20);
 
@@ -56,6 +58,7 @@ pub struct EpochMaker {
     pub stop_and_copy: bool,
     /// Bytes sent to each spare when it last acknowledged a checkpoint.
     wire_bytes: BTreeMap<NodeId, u64>,
+    alike: Alike,
     open: Option<Open>,
 }
 
@@ -122,6 +125,7 @@ impl EpochMaker {
             full: true,
             stop_and_copy: false,
             wire_bytes: BTreeMap::new(),
+            alike: Alike::new(settings.rules()),
             open: None,
         }
     }
@@ -167,6 +171,7 @@ impl EpochMaker {
         let mut outgoing = Outgoing::default();
         if self.full {
             self.guest.rewind();
+            self.alike.forget();
             for (index, directory) in self.directories.iter().enumerate() {
                 let chunks = directory.initial_copy().chunks(PIECE_BYTES as usize);
                 outgoing.add_files(index, CHUNK_COPY, chunks);
@@ -200,6 +205,9 @@ impl EpochMaker {
     }
 
     fn try_attempt(&mut self, until: Instant) -> ObjectResult<Attempt> {
+        if self.full && !self.name_files()? {
+            return Ok(Attempt::Later(Obstacle::Passing(READING.to_owned())));
+        }
         if let Some(obstacle) = self.send_waiting(until)? {
             return Ok(Attempt::Later(obstacle));
         }
@@ -223,6 +231,9 @@ impl EpochMaker {
                 return Ok(Attempt::Later(obstacle));
             }
         }
+        if !self.name_files()? {
+            return Ok(Attempt::Later(Obstacle::Passing(READING.to_owned())));
+        }
         match self.open.take() {
             Some(Open { position, began, pages, captured: Some(captured), .. }) => {
                 self.each_spare(|spare| spare.end(position));
@@ -232,6 +243,21 @@ impl EpochMaker {
             }
             _ => Ok(Attempt::Later(Obstacle::Work)),
         }
+    }
+
+    /// Tells the spares which files they must have alike; false while these are being read.
+    fn name_files(&mut self) -> ObjectResult<bool> {
+        let captured = self.open.as_ref().and_then(|open| open.captured.as_ref());
+        let told = match captured {
+            Some(captured) => self.alike.before_end(&captured.checkpoint)?,
+            None => self.alike.before_copy(self.guest.processes())?,
+        };
+        match told {
+            Told::Reading => return Ok(false),
+            Told::All(files) if files.is_empty() => {}
+            Told::All(files) => self.each_spare(|spare| spare.files(&files)),
+        }
+        Ok(true)
     }
 
     /// Sends what waits, as far as there is time and room.

@@ -7,9 +7,12 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use hotspare_cluster::Event;
 use hotspare_replica::message::RefuseCode;
-use hotspare_replica::{Channel, Compression, Greeting, Reply, Welcome, closed, sender};
+use hotspare_replica::{
+    Channel, Compression, GoodbyeCode, Greeting, Reply, Welcome, closed, sender,
+};
 
 use crate::agent::{Agent, Decision, Message, SpareIn};
+use crate::alike::{Attempts, FilesDiffer};
 use crate::facts;
 
 /// Bytes that may wait for a spare; see `docs/formats/stream.md`.
@@ -22,19 +25,16 @@ const REDIAL: Duration = Duration::from_millis(300);
 pub fn keep_dialling(agent: &Agent, address: &str) -> anyhow::Result<()> {
     let (agent, address) = (agent.clone(), address.to_owned());
     std::thread::Builder::new().name("dialler".into()).spawn(move || {
-        let mut said = String::new();
+        let mut attempts = Attempts::new();
         loop {
             let met = Channel::connect(&address, &agent.security)
                 .map_err(anyhow::Error::from)
                 .and_then(|channel| serve(&agent, channel));
-            if let Err(error) = met {
-                let text = format!("spare {address}: {error:#}");
-                if text != said {
-                    agent.reporter.note(&format!("{text}; trying again"));
-                    said = text;
-                }
+            let (news, wait) = attempts.ended(met, REDIAL);
+            if let Some(text) = news {
+                agent.reporter.note(&format!("spare {address}: {text}; trying again"));
             }
-            std::thread::sleep(REDIAL);
+            std::thread::sleep(wait);
         }
     })?;
     Ok(())
@@ -76,6 +76,7 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
         hangup.hang_up();
     })?;
     agent.owner.send(Message::SpareIn(Box::new(SpareIn { node, sender, heart })));
+    let mut differ = None;
     let how = loop {
         match replies.next() {
             Ok(Reply::Committed(committed)) => {
@@ -88,7 +89,11 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
                 agent.owner.send(Message::SwitchoverRefused(node));
             }
             Ok(Reply::Goodbye(goodbye)) => {
-                agent.reporter.note(&format!("the spare leaves: {}", goodbye.text));
+                if goodbye.code == GoodbyeCode::Files {
+                    differ = Some(FilesDiffer(goodbye.text));
+                } else {
+                    agent.reporter.note(&format!("the spare leaves: {}", goodbye.text));
+                }
                 break hotspare_cluster::Closed::Goodbye;
             }
             Err(error) => {
@@ -99,5 +104,5 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     };
     agent.owner.send(Message::SpareOut(node));
     agent.brain.tell(Event::StreamClosed { peer: node, how });
-    Ok(())
+    differ.map_or(Ok(()), |differ| Err(differ.into()))
 }

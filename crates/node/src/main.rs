@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod agent;
+mod alike;
 mod brain;
 mod cli;
 mod control;

@@ -15,10 +15,12 @@ use hotspare_process::init::{ClockOffsets, InitConfig, WritablePath};
 use hotspare_process::pages::{Content, PageRun};
 use hotspare_replica::heartbeat::HeartKey;
 use hotspare_replica::{
-    Channel, Greeting, Incoming, Receiver, Replier, StagedCheckpoint, StagingLimits, closed,
+    Channel, Goodbye, GoodbyeCode, Greeting, Incoming, Receiver, Replier, StagedCheckpoint,
+    StagingLimits, closed,
 };
 
 use crate::agent::{Agent, Joined, Message};
+use crate::alike::{Comparison, FilesDiffer};
 use crate::mailbox::{Inbox, Room};
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY};
 use crate::settings::Settings;
@@ -52,9 +54,26 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     agent.owner.send(Message::Joined(Box::new(joined)));
     let mut receiver = Receiver::new(read, StagingLimits::default());
     let room = Room::new(STAGED_MAX);
+    let (mut comparison, mut differ) = (Comparison::default(), None);
     let (text, how) = loop {
         match receiver.next() {
+            Ok(Incoming::Files(files)) => {
+                if let Err(text) = comparison.compare(files) {
+                    let mut replier = replier.lock().unwrap_or_else(PoisonError::into_inner);
+                    let goodbye = Goodbye { code: GoodbyeCode::Files, text: text.clone() };
+                    let _ = replier.goodbye(&goodbye);
+                    differ = Some(FilesDiffer(text));
+                    break (String::new(), Closed::ByUs);
+                }
+            }
             Ok(incoming) => {
+                for path in comparison.look_again() {
+                    agent.reporter.note(&format!(
+                        "{} has changed here since it was compared: a takeover would find the \
+                         new one; make it the same on both hosts",
+                        path.display()
+                    ));
+                }
                 if let Some(text) = take(agent, node, &room, incoming) {
                     break (text, Closed::Goodbye);
                 }
@@ -63,6 +82,9 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
         }
     };
     agent.brain.tell(Event::StreamClosed { peer: node, how });
+    if let Some(differ) = differ {
+        return Err(differ.into());
+    }
     agent.owner.send(Message::PrimaryOut(text, how));
     Ok(())
 }
