@@ -41,6 +41,19 @@ pub fn get_xattr(fd: impl AsFd, name: &CStr) -> nix::Result<Vec<u8>> {
     })
 }
 
+/// Name of the protocol of a socket of another process, as in `TCPv6` or `PACKET` (sockfs keeps it
+/// as an attribute). Takes nothing and touches nothing.
+pub fn socket_protocol(pid: crate::HostPid, number: i32) -> nix::Result<String> {
+    let path = CString::new(format!("/proc/{pid}/fd/{number}"));
+    let path = path.unwrap_or_else(|never| unreachable!("digits have no NUL: {never}"));
+    let value = read_growing(|buffer, length| {
+        let name = c"system.sockprotoname".as_ptr();
+        // SAFETY: both strings end in NUL and `buffer` has room for `length` bytes.
+        unsafe { libc::getxattr(path.as_ptr(), name, buffer, length) }
+    })?;
+    Ok(String::from_utf8_lossy(value.trim_ascii_end()).trim_end_matches('\0').to_owned())
+}
+
 /// Names of all attributes, each followed by a NUL.
 pub fn list_xattrs(fd: impl AsFd) -> nix::Result<Vec<u8>> {
     let path = proc_path(fd.as_fd());

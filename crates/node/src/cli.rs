@@ -2,36 +2,28 @@
 
 use std::collections::BTreeMap;
 use std::net::TcpListener;
-use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use clap::{Args, Parser, Subcommand};
 use hotspare_cluster::{Config, Node};
-use hotspare_files::Role;
-use hotspare_image::tree::GuestPid;
-use hotspare_image::{Epoch, Term};
-use hotspare_net::takeover::{ServiceAddress, ServiceNetwork};
-use hotspare_process::guest::Guest;
-use hotspare_process::init::{FirstProgram, Init, InitConfig};
-use hotspare_process::objects::ipc::IpcCapture;
-use hotspare_process::objects::outside::OutsideDescriptor;
-use hotspare_process::objects::socket::SocketCapture;
+use hotspare_image::Epoch;
+use hotspare_net::takeover::ServiceAddress;
 use hotspare_replica::{HostRole, Identity, Security};
 
 use crate::agent::Agent;
 use crate::brain::{self, Brain};
 use crate::control;
-use crate::epoch::EpochMaker;
+use crate::launch::{Launch, Network, launch};
 use crate::link;
 use crate::mailbox::mailbox;
 use crate::patience::Patience;
 use crate::preflight;
 use crate::primary::Primary;
 use crate::report::Reporter;
-use crate::settings::{FileRule, Settings, uplink};
-use crate::spare::{Spare, serve_files};
+use crate::settings::{FileRule, Settings};
+use crate::spare::Spare;
 
 /// A hot spare for any Linux program.
 ///
@@ -156,7 +148,7 @@ struct SpareArguments {
     join: Option<String>,
 }
 
-fn duration(text: &str) -> Result<Duration, String> {
+pub fn duration(text: &str) -> Result<Duration, String> {
     let split = text.find(|letter: char| letter.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let number: f64 = number.parse().map_err(|_| format!("{text:?} is not a time, as in 100ms"))?;
@@ -172,16 +164,20 @@ fn duration(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_secs_f64(seconds))
 }
 
+/// `HOTSPARE_LOG`. Where it is silent: errors, but none of the FUSE library, which complains of
+/// every call whose caller was killed.
+fn log_filter() -> tracing_subscriber::EnvFilter {
+    tracing_subscriber::EnvFilter::try_from_env("HOTSPARE_LOG")
+        .unwrap_or_else(|_| "error,fuser=off".into())
+}
+
 /// Does what the command line says; returns the exit status.
 pub fn run(cli: Cli) -> anyhow::Result<u8> {
-    tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::from_env("HOTSPARE_LOG"))
-        .with_writer(std::io::stderr)
-        .init();
+    tracing_subscriber::fmt().with_env_filter(log_filter()).with_writer(std::io::stderr).init();
     match cli.command {
         Command::Run(arguments) => run_guest(arguments),
         Command::Spare(arguments) => run_spare(arguments),
-        Command::Check(arguments) => preflight::check(&arguments),
+        Command::Check(arguments) => Ok(preflight::check(&arguments)),
         Command::Keys { directory, hosts } => {
             for path in hotspare_replica::keys::issue(&directory, &hosts)? {
                 println!("{}", path.display());
@@ -206,19 +202,6 @@ fn security(common: &Common) -> anyhow::Result<Security> {
     }
 }
 
-/// Duplicates of our standard descriptors, which the guest has too.
-pub fn outside() -> anyhow::Result<Vec<OutsideDescriptor>> {
-    let files: [OwnedFd; 3] = [
-        std::io::stdin().as_fd().try_clone_to_owned()?,
-        std::io::stdout().as_fd().try_clone_to_owned()?,
-        std::io::stderr().as_fd().try_clone_to_owned()?,
-    ];
-    let numbered = (0..).zip(files);
-    Ok(numbered
-        .map(|(number, file)| OutsideDescriptor::new(number, file))
-        .collect::<Result<_, _>>()?)
-}
-
 fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     preflight::require_kernel()?;
     let common = &arguments.common;
@@ -238,7 +221,13 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     agent.face().settings = Some(settings.clone());
     let listener = arguments.listen.as_deref().map(TcpListener::bind).transpose();
     let listener = listener.context("listen for spares")?;
-    let (maker, init, network) = start_guest(&arguments, &settings)?;
+    let how = Launch {
+        command: &arguments.command,
+        directory: &arguments.directory,
+        network: Network::Service(common.service_bridge.as_deref()),
+    };
+    let (mut maker, init, network) = launch(&how, &settings)?;
+    maker.stop_and_copy = arguments.stop_and_copy;
     let (thinker, node) = (agent.clone(), agent.node);
     std::thread::Builder::new().name("brain".into()).spawn(move || {
         let make = |now| Node::first(Config::new(node), now);
@@ -266,52 +255,6 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         told_late: false,
     };
     primary.run()
-}
-
-fn start_guest(
-    arguments: &RunArguments,
-    settings: &Settings,
-) -> anyhow::Result<(EpochMaker, Init, Option<ServiceNetwork>)> {
-    let (directories, mounts, writable) = serve_files(settings, Role::Primary)?;
-    let mut config = InitConfig::default();
-    config.surroundings.writable = writable;
-    let init = Init::start(config)?;
-    drop(mounts);
-    let namespaces = init.namespaces()?;
-    let mut network = None;
-    if let Some(service) = settings.service {
-        let uplink = uplink(arguments.common.service_bridge.as_deref(), service)?;
-        let mut prepared = ServiceNetwork::prepare(namespaces.net.as_fd(), service, uplink)?;
-        prepared.announce()?;
-        network = Some(prepared);
-    }
-    let program = FirstProgram {
-        arguments: arguments.command.clone(),
-        environment: std::env::vars().map(|(name, value)| format!("{name}={value}")).collect(),
-        directory: arguments.directory.clone(),
-        user: None,
-    };
-    let (input, output, errors) = (std::io::stdin(), std::io::stdout(), std::io::stderr());
-    let standard = [input.as_fd(), output.as_fd(), errors.as_fd()];
-    let newborn = init.spawn(program, standard, Some(GuestPid(2)))?;
-    let mut guest = Guest::seize(newborn.host)?;
-    newborn.go()?;
-    guest.pump(&[], Duration::from_millis(20))?;
-    if let Some(why) = newborn.failure() {
-        bail!("cannot start {}: {why}", arguments.command[0]);
-    }
-    let names = nix::sys::utsname::uname()?;
-    let sockets = SocketCapture::open(namespaces.net.as_fd())?;
-    let ipc = IpcCapture::open(namespaces.ipc.into())?;
-    let mut maker = EpochMaker::new(guest, settings, outside()?, sockets, ipc);
-    maker.directories = directories;
-    maker.names = (
-        names.nodename().to_string_lossy().into_owned(),
-        names.domainname().to_string_lossy().into_owned(),
-    );
-    maker.term = Term(1);
-    maker.stop_and_copy = arguments.stop_and_copy;
-    Ok((maker, init, network))
 }
 
 fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {

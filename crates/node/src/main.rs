@@ -8,7 +8,10 @@ mod cli;
 mod control;
 mod epoch;
 mod facts;
+mod features;
+mod launch;
 mod link;
+mod look;
 mod mailbox;
 mod outgoing;
 mod patience;
@@ -18,6 +21,7 @@ mod report;
 mod settings;
 mod spare;
 mod takeover;
+mod trial;
 
 use std::process::ExitCode;
 
@@ -31,7 +35,10 @@ fn main() -> ExitCode {
         && let (Ok(socket), Ok(agent)) = (socket.parse(), agent.parse())
     {
         let Err(error) = hotspare_process::init::main(socket, agent);
-        eprintln!("hotspare init: {error}");
+        // The end of the agent is the ordinary end.
+        if !matches!(error, hotspare_process::init::InitError::Ended) {
+            eprintln!("hotspare init: {error}");
+        }
         return ExitCode::FAILURE;
     }
     let answer = hotspare_kernel::news::block_child_signals()

@@ -1,118 +1,137 @@
 //! `hotspare check`: can this kernel, and this program, be protected?
 
-use std::process::Command;
+use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use clap::Args;
-use hotspare_kernel::userfaultfd;
+use hotspare_net::takeover::ServiceAddress;
+
+use crate::settings::{FileRule, Settings};
+use crate::{features, look, trial};
 
 /// Exit status when something is in the way.
 const OBSTACLE: u8 = 2;
+/// Exit status when it could not be found out.
+const UNKNOWN: u8 = 1;
 
 /// What to look at.
 #[derive(Debug, Args)]
 pub struct CheckArguments {
-    /// A running process to look at.
-    #[arg(long)]
+    /// A running process to look at, with all its descendants. It is not disturbed: only /proc is
+    /// read.
+    #[arg(long, conflicts_with = "command")]
     pid: Option<i32>,
-    /// A program to look for.
+    /// How long the program runs for the check.
+    #[arg(long = "for", default_value = "2s", value_parser = crate::cli::duration)]
+    time: Duration,
+    /// As for `hotspare run`: what the program may write.
+    #[arg(long)]
+    pub files: Vec<FileRule>,
+    /// As for `hotspare run`. For the check the address is on the program's loopback interface
+    /// only: nobody outside sees it.
+    #[arg(long)]
+    pub service_address: Option<ServiceAddress>,
+    /// Working directory of the program.
+    #[arg(long, default_value = "/")]
+    pub directory: String,
+    /// A program to run for a short time as `hotspare run` would. It really runs, with the data it
+    /// finds.
     #[arg(last = true)]
-    command: Vec<String>,
+    pub command: Vec<String>,
+}
+
+impl CheckArguments {
+    /// As a guest has them.
+    pub fn settings(&self) -> Settings {
+        Settings {
+            guest: self.command.first().cloned().unwrap_or_default(),
+            epoch: Duration::from_millis(100),
+            service: self.service_address,
+            files: self.files.clone(),
+        }
+    }
+
+    /// How long the program runs.
+    pub fn time(&self) -> Duration {
+        self.time
+    }
 }
 
 /// Something that stands in the way, and the way out.
-struct Obstacle {
-    what: String,
-    way_out: String,
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Obstacle {
+    /// The object and the reason.
+    pub what: String,
+    /// What to do.
+    pub way_out: String,
 }
 
-fn obstacle(what: impl Into<String>, way_out: impl Into<String>) -> Obstacle {
+/// An obstacle with its way out.
+pub fn obstacle(what: impl Into<String>, way_out: impl Into<String>) -> Obstacle {
     Obstacle { what: what.into(), way_out: way_out.into() }
 }
 
 /// Fails with a clear message where the kernel cannot do it.
 pub fn require_kernel() -> anyhow::Result<()> {
-    match kernel().into_iter().next() {
+    match features::missing(false).into_iter().next() {
         None => Ok(()),
         Some(first) => bail!("{}: {} (`hotspare check` lists all)", first.what, first.way_out),
     }
 }
 
 /// Prints what is in the way; the exit status says whether anything is.
-pub fn check(arguments: &CheckArguments) -> anyhow::Result<u8> {
-    let mut found = kernel();
-    if let Some(pid) = arguments.pid {
-        found.extend(process(pid)?);
+pub fn check(arguments: &CheckArguments) -> u8 {
+    match try_check(arguments) {
+        Ok(found) if found.is_empty() => {
+            println!("nothing is in the way");
+            0
+        }
+        Ok(found) => {
+            for one in &found {
+                println!("✗ {}\n  → {}", one.what, one.way_out);
+            }
+            OBSTACLE
+        }
+        Err(error) => {
+            eprintln!("hotspare: {error:#}");
+            UNKNOWN
+        }
     }
-    if let Some(program) = arguments.command.first() {
-        found.extend(executable(program));
-    }
-    if found.is_empty() {
-        println!("nothing is in the way");
-        return Ok(0);
-    }
-    for one in &found {
-        println!("✗ {}\n  → {}", one.what, one.way_out);
-    }
-    Ok(OBSTACLE)
 }
 
-fn kernel() -> Vec<Obstacle> {
+fn try_check(arguments: &CheckArguments) -> anyhow::Result<Vec<Obstacle>> {
+    let mut found = kernel(arguments.pid.is_none() && arguments.command.is_empty());
+    if let Some(pid) = arguments.pid {
+        let processes = look::family(pid)?;
+        found.extend(look::look(&processes, &arguments.settings().rules(), 0)?);
+        println!(
+            "looked at {} process(es) by /proc alone; `check -- CMD` sees more",
+            processes.len()
+        );
+    } else if !arguments.command.is_empty() && found.is_empty() {
+        found.extend(trial::run(arguments)?);
+    }
+    Ok(found)
+}
+
+/// What the kernel lacks; tells each feature where that is all there is to tell.
+fn kernel(tell: bool) -> Vec<Obstacle> {
+    for note in features::notes() {
+        println!("! {note}");
+    }
+    if !tell {
+        return features::missing(true);
+    }
     let mut found = Vec::new();
-    if !nix::unistd::geteuid().is_root() {
-        found.push(obstacle("not root", "run it as root: it traces and rebuilds processes"));
-        return found;
-    }
-    if let Err(error) = userfaultfd::probe() {
-        found.push(obstacle(
-            format!("writes cannot be tracked: {error}"),
-            "Linux 6.7 or newer with CONFIG_USERFAULTFD is needed",
-        ));
-    }
-    for (path, what, way_out) in [
-        ("/proc/self/timers", "CONFIG_CHECKPOINT_RESTORE is off", "use a distribution kernel"),
-        ("/proc/self/ns/time", "there are no time namespaces", "CONFIG_TIME_NS is needed"),
-        ("/dev/fuse", "there is no /dev/fuse", "load the module: modprobe fuse"),
-    ] {
-        if !std::path::Path::new(path).exists() {
-            found.push(obstacle(what, way_out));
+    for feature in &features::ALL {
+        match feature.probe() {
+            None => println!("✓ {}", feature.name),
+            Some(obstacle) => found.push(obstacle),
+        }
+        // Without root nothing else can be told.
+        if !nix::unistd::geteuid().is_root() {
+            break;
         }
     }
     found
-}
-
-fn executable(program: &str) -> Vec<Obstacle> {
-    let found = Command::new("sh").args(["-c", "command -v -- \"$0\"", program]).output();
-    match found {
-        Ok(output) if output.status.success() => Vec::new(),
-        _ => vec![obstacle(format!("{program} is not found"), "give its path, or install it")],
-    }
-}
-
-/// Kernel objects of a running process that have no road to the spare.
-fn process(pid: i32) -> anyhow::Result<Vec<Obstacle>> {
-    let mut found = Vec::new();
-    let entries = std::fs::read_dir(format!("/proc/{pid}/fd"))
-        .with_context(|| format!("look at process {pid}"))?;
-    for entry in entries {
-        let path = entry?.path();
-        let Ok(target) = std::fs::read_link(&path) else { continue };
-        let target = target.to_string_lossy().into_owned();
-        let known = ["[eventfd]", "[eventpoll]", "[timerfd]", "[signalfd]", "inotify", "[pidfd]"];
-        if let Some(kind) = target.strip_prefix("anon_inode:")
-            && !known.contains(&kind)
-        {
-            let fd = path.file_name().unwrap_or_default().to_string_lossy();
-            found.push(obstacle(
-                format!("descriptor {fd} is {kind}, which cannot be carried"),
-                "turn off what uses it in the program's configuration; see LIMITS.md",
-            ));
-        }
-    }
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"));
-    if tracer.is_some_and(|tracer| tracer.trim() != "0") {
-        found.push(obstacle("it is being traced", "end the debugger"));
-    }
-    Ok(found)
 }

@@ -18,8 +18,8 @@ use hotspare_process::objects::restore::{self, GhostParts, RestoreContext, Resto
 use hotspare_process::objects::socket::{self, SocketCapture};
 use hotspare_replica::HostRole;
 
-use crate::cli::outside;
 use crate::epoch::EpochMaker;
+use crate::launch::outside;
 use crate::primary::Primary;
 use crate::report::Failover;
 use crate::spare::{Decision, Held, Spare};

@@ -81,9 +81,8 @@ fn a_file_opened_later_is_compared_before_the_checkpoint_that_needs_it_counts() 
     put(lab.host(0), "go", b"");
     let told = says(&primary, "files differ between the hosts");
     assert!(told.contains(&format!("{DIR}/late")) && !told.contains("/same"), "{told}");
-    let unprotected = |line: &hotspare_torture::lab::Line| {
-        line.text.contains("\"unprotected\"").then_some(())
-    };
+    let unprotected =
+        |line: &hotspare_torture::lab::Line| line.text.contains("\"unprotected\"").then_some(());
     primary.stdout().find(HANG, unprotected).expect("protection ends loudly");
     assert!(spare.try_wait().is_none());
     put(lab.host(0), "end", b"");

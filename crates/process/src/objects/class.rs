@@ -181,7 +181,8 @@ pub fn classify(subject: &Subject<'_>, before: Option<&Known>) -> ObjectResult<K
     Ok(Known { identity, class, path: path.to_owned(), deleted, stat })
 }
 
-fn by_link(link: &str) -> ObjectResult<Class> {
+/// What an object without a path is, from its link in `/proc/PID/fd`.
+pub fn by_link(link: &str) -> ObjectResult<Class> {
     let class = match link {
         "anon_inode:[eventfd]" => Class::EventFd,
         "anon_inode:[eventpoll]" => Class::Epoll,

@@ -1,0 +1,120 @@
+//! A program becomes a guest: its surroundings, its first process, in our hand before it runs.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use hotspare_files::Role;
+use hotspare_image::Term;
+use hotspare_image::tree::GuestPid;
+use hotspare_kernel::netlink::Netlink;
+use hotspare_net::takeover::{ServiceAddress, ServiceNetwork};
+use hotspare_process::guest::Guest;
+use hotspare_process::init::{FirstProgram, GuestNamespaces, Init, InitConfig};
+use hotspare_process::objects::ipc::IpcCapture;
+use hotspare_process::objects::outside::OutsideDescriptor;
+use hotspare_process::objects::socket::SocketCapture;
+
+use crate::epoch::EpochMaker;
+use crate::settings::{Settings, uplink};
+use crate::spare::serve_files;
+
+/// How the service address is reached.
+pub enum Network<'a> {
+    /// Through this bridge, or routed.
+    Service(Option<&'a str>),
+    /// By the guest alone.
+    Loopback,
+}
+
+/// What to start.
+pub struct Launch<'a> {
+    pub command: &'a [String],
+    pub directory: &'a str,
+    pub network: Network<'a>,
+}
+
+/// Duplicates of our standard descriptors, which the guest has too.
+pub fn outside() -> anyhow::Result<Vec<OutsideDescriptor>> {
+    let files: [OwnedFd; 3] = [
+        std::io::stdin().as_fd().try_clone_to_owned()?,
+        std::io::stdout().as_fd().try_clone_to_owned()?,
+        std::io::stderr().as_fd().try_clone_to_owned()?,
+    ];
+    let numbered = (0..).zip(files);
+    Ok(numbered
+        .map(|(number, file)| OutsideDescriptor::new(number, file))
+        .collect::<Result<_, _>>()?)
+}
+
+/// Starts the program; it runs when this returns.
+pub fn launch(
+    how: &Launch<'_>,
+    settings: &Settings,
+) -> anyhow::Result<(EpochMaker, Init, Option<ServiceNetwork>)> {
+    let (directories, mounts, writable) = serve_files(settings, Role::Primary)?;
+    let mut config = InitConfig::default();
+    config.surroundings.writable = writable;
+    let init = Init::start(config)?;
+    drop(mounts);
+    let namespaces = init.namespaces()?;
+    let network = match settings.service {
+        Some(service) => bring_up(&how.network, service, &namespaces)?,
+        None => None,
+    };
+    let program = FirstProgram {
+        arguments: how.command.to_vec(),
+        environment: std::env::vars().map(|(name, value)| format!("{name}={value}")).collect(),
+        directory: how.directory.to_owned(),
+        user: None,
+    };
+    let (input, output, errors) = (std::io::stdin(), std::io::stdout(), std::io::stderr());
+    let standard = [input.as_fd(), output.as_fd(), errors.as_fd()];
+    let newborn = init.spawn(program, standard, Some(GuestPid(2)))?;
+    let mut guest = Guest::seize(newborn.host)?;
+    newborn.go()?;
+    guest.pump(&[], Duration::from_millis(20))?;
+    if let Some(why) = newborn.failure() {
+        let name = how.command.first().map_or("", String::as_str);
+        let place = match name.contains('/') && !name.starts_with('/') {
+            true => format!(" (its path counts from --directory {})", how.directory),
+            false => String::new(),
+        };
+        bail!("cannot start {name}: {why}{place}");
+    }
+    let names = nix::sys::utsname::uname()?;
+    let sockets = SocketCapture::open(namespaces.net.as_fd())?;
+    let ipc = IpcCapture::open(namespaces.ipc.into())?;
+    let mut maker = EpochMaker::new(guest, settings, outside()?, sockets, ipc);
+    maker.directories = directories;
+    maker.names = (
+        names.nodename().to_string_lossy().into_owned(),
+        names.domainname().to_string_lossy().into_owned(),
+    );
+    maker.term = Term(1);
+    Ok((maker, init, network))
+}
+
+fn bring_up(
+    network: &Network<'_>,
+    service: ServiceAddress,
+    namespaces: &GuestNamespaces,
+) -> anyhow::Result<Option<ServiceNetwork>> {
+    match network {
+        Network::Service(bridge) => {
+            let uplink = uplink(*bridge, service)?;
+            let mut prepared = ServiceNetwork::prepare(namespaces.net.as_fd(), service, uplink)?;
+            prepared.announce()?;
+            Ok(Some(prepared))
+        }
+        Network::Loopback => {
+            let add = || -> anyhow::Result<()> {
+                let mut netlink = Netlink::open()?;
+                let loopback = netlink.link("lo")?.index;
+                Ok(netlink.add_address(loopback, service.address, service.prefix)?)
+            };
+            namespaces.run(add).context("enter the guest's network")??;
+            Ok(None)
+        }
+    }
+}
