@@ -85,7 +85,10 @@ pub fn look(
 fn namespaces(root: HostPid, pid: HostPid, name: &str) -> Vec<Obstacle> {
     let link = |pid: HostPid, kind: &str| std::fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok();
     let kinds = ["pid", "mnt", "net", "ipc", "uts", "user", "time", "cgroup"];
-    let differ = |kind: &&str| matches!((link(root, kind), link(pid, kind)), (Some(one), Some(other)) if one != other);
+    let differ = |kind: &&str| {
+        let (one, other) = (link(root, kind), link(pid, kind));
+        one.is_some() && other.is_some() && one != other
+    };
     let own: Vec<&str> = kinds.iter().copied().filter(differ).collect();
     if own.is_empty() {
         return Vec::new();
