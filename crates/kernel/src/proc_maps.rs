@@ -90,6 +90,8 @@ fn unescape(name: &str) -> String {
 pub struct Flags {
     /// First byte of the mapping.
     pub start: u64,
+    /// One past its last byte.
+    pub end: u64,
     /// Two-letter codes, such as `gd` for grows down (proc(5)).
     pub codes: Vec<[u8; 2]>,
     /// Protection key (pkeys(7)).
@@ -122,7 +124,8 @@ pub fn flags(pid: HostPid) -> Result<Vec<Flags>> {
                 last.protection_key = key.trim().parse().unwrap_or(0);
             }
         } else if let Some(map) = parse_line(line).filter(|_| line.contains('-')) {
-            all.push(Flags { start: map.start, codes: Vec::new(), protection_key: 0 });
+            let (start, end) = (map.start, map.end);
+            all.push(Flags { start, end, codes: Vec::new(), protection_key: 0 });
         }
     }
     Ok(all)

@@ -132,8 +132,10 @@ pub const CALLS_MAX: usize = 256;
 const SLOT_BYTES: usize = CALLS_MAX * CALL_BYTES + SCRATCH_BYTES;
 /// Threads that can run the stub at the same time in one process.
 pub const SLOTS: usize = 32;
-/// Bytes of the stub's mapping in the guest: one page of code, then the slots.
-pub const STUB_BYTES: usize = PAGE + SLOTS * SLOT_BYTES;
+/// Bytes of the stub's memory: one page of code, then the slots.
+const MEMORY_BYTES: usize = PAGE + SLOTS * SLOT_BYTES;
+/// Bytes of the stub in the guest: its memory, and the probe page ([`Stub::probe_page`]).
+pub const STUB_BYTES: usize = MEMORY_BYTES + PAGE;
 
 /// The stub in one process, and our view of its memory.
 #[derive(Debug)]
@@ -288,16 +290,21 @@ impl Stub {
             let memory = pidfd::get_fd(pidfd, fd as i32)?;
             // SAFETY: no pointer is passed.
             let sized = unsafe {
-                libc::ftruncate(std::os::fd::AsRawFd::as_raw_fd(&memory), STUB_BYTES as i64)
+                libc::ftruncate(std::os::fd::AsRawFd::as_raw_fd(&memory), MEMORY_BYTES as i64)
             };
             crate::error::check("size stub memory", sized.into())?;
-            let ours = SharedMapping::new(memory.as_fd(), STUB_BYTES)?;
+            let ours = SharedMapping::new(memory.as_fd(), MEMORY_BYTES)?;
             ours.write(0, code());
             let all = (libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC) as u64;
             let fixed = (libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE) as u64;
-            let bytes = STUB_BYTES as u64;
+            let bytes = MEMORY_BYTES as u64;
             run(libc::SYS_mmap, &[base, bytes, all, fixed, fd, 0], "map stub")?;
-            let dont_fork = libc::MADV_DONTFORK as u64;
+            let empty = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64;
+            let fixed = empty | libc::MAP_FIXED_NOREPLACE as u64;
+            let probe = [base + bytes, PAGE as u64, 0, fixed, u64::MAX, 0];
+            run(libc::SYS_mmap, &probe, "map the stub's probe page")?;
+            let (bytes, dont_fork) = (STUB_BYTES as u64, libc::MADV_DONTFORK as u64);
+            run(libc::SYS_munlock, &[base, bytes], "unlock stub")?;
             run(libc::SYS_madvise, &[base, bytes, dont_fork], "keep stub from children")?;
             Ok(ours)
         })();
@@ -308,6 +315,12 @@ impl Stub {
     /// Where the stub lies in the guest: start and end.
     pub fn range(&self) -> (u64, u64) {
         (self.base, self.base + STUB_BYTES as u64)
+    }
+
+    /// The stub's last page, which has no content: mapped anew, it has what the process wants of
+    /// its future mappings.
+    pub fn probe_page(&self) -> u64 {
+        self.base + MEMORY_BYTES as u64
     }
 
     /// Address in the guest of slot `slot`'s scratch bytes.

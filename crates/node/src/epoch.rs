@@ -226,7 +226,6 @@ impl EpochMaker {
             if !self.stop_and_take()? {
                 return Ok(Attempt::Later(Obstacle::Work));
             }
-            self.guest.refresh_flags()?;
             if let Some(obstacle) = self.send_waiting(until)? {
                 return Ok(Attempt::Later(obstacle));
             }
@@ -314,6 +313,7 @@ impl EpochMaker {
         };
         let Some(open) = &mut self.open else { return Ok(false) };
         let checkpoint = &mut captured.checkpoint;
+        self.guest.refresh_flags(checkpoint);
         checkpoint.position = open.position;
         checkpoint.term = self.term;
         checkpoint.names.clone_from(&self.names);

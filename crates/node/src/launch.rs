@@ -1,7 +1,6 @@
 //! A program becomes a guest: its surroundings, its first process, in our hand before it runs.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Duration;
 
 use anyhow::{Context, bail};
 use hotspare_files::Role;
@@ -73,8 +72,8 @@ pub fn launch(
     let newborn = init.spawn(program, standard, Some(GuestPid(2)))?;
     let mut guest = Guest::seize(newborn.host)?;
     newborn.go()?;
-    guest.pump(&[], Duration::from_millis(20))?;
-    if let Some(why) = newborn.failure() {
+    if !guest.await_program()? {
+        let why = newborn.failure().unwrap_or_else(|| "it was killed".to_owned());
         let name = how.command.first().map_or("", String::as_str);
         let place = match name.contains('/') && !name.starts_with('/') {
             true => format!(" (its path counts from --directory {})", how.directory),

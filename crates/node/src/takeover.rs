@@ -92,7 +92,8 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     let hosts: Vec<HostPid> = released.threads.iter().map(|thread| thread.host).collect();
     let root = released.threads.iter().find(|thread| thread.tid == GuestPid(2));
     let root = root.or(released.threads.first()).context("nothing was restored")?.host;
-    let guest = Guest::adopt(root, &hosts)?;
+    let mut guest = Guest::adopt(root, &hosts)?;
+    guest.adopt_waits(&image)?;
     let epoch = image.position.epoch;
     let failover = Failover { detect, apply, finalise, address, epoch: epoch.0, term: term.0 };
     spare.agent.reporter.failover(&failover);

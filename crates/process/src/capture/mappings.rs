@@ -1,5 +1,7 @@
 //! From lines of `/proc/PID/maps` to an [`AddressSpace`].
 
+use std::time::{Duration, Instant};
+
 use hotspare_image::memory::mapping_flags as flag;
 use hotspare_image::memory::{AddressSpace, Backing, GuestRange, Layout, MappedFile, Mapping};
 use hotspare_image::tree::HostPath;
@@ -18,20 +20,38 @@ pub struct ProcessCache {
     pub(crate) exe: Option<HostPath>,
     pub(crate) layout: Layout,
     pub(crate) answers: Option<Answers>,
-    /// Flags as they were when `flags_of` were the mappings.
+    /// Flags as they were a while ago.
     flags: Vec<Flags>,
-    flags_of: Vec<GuestRange>,
+    /// Not before then are they read again.
+    flags_next: Option<Instant>,
 }
 
+/// How much of the time may go into reading flags: one part in so many.
+const FLAGS_SHARE: u32 = 20;
+/// Flags that are known from elsewhere, or for good.
+const LASTING: u32 = flag::MAIN_STACK | flag::GROWS_DOWN | flag::DROPPABLE;
+
 impl ProcessCache {
-    /// Reads again what madvise(2) and mlock(2) leave in no line of maps, if the mappings changed.
-    /// Slow, so not while the guest is stopped: such flags reach the spare an epoch late.
-    pub(crate) fn refresh_flags(&mut self, pid: HostPid, lines: &[MapLine]) -> ObjectResult<()> {
-        let ranges: Vec<_> =
-            lines.iter().map(|line| GuestRange::new(line.start, line.end)).collect();
-        if ranges != self.flags_of {
+    /// Reads again what madvise(2) and mlock(2) leave in no line of maps, and enters it into what
+    /// has just been captured. The kernel counts all pages to answer, so this is not for the
+    /// pause, nor for every epoch of a large process: what changed between may arrive late.
+    pub(crate) fn refresh_flags(
+        &mut self,
+        pid: HostPid,
+        captured: &mut AddressSpace,
+    ) -> ObjectResult<()> {
+        let began = Instant::now();
+        if self.flags_next.is_none_or(|next| next <= began) {
+            let used = processor_time();
             self.flags = proc_maps::flags(pid)?;
-            self.flags_of = ranges;
+            self.flags_next = Some(began + (processor_time() - used) * FLAGS_SHARE);
+        }
+        for mapping in &mut captured.mappings {
+            let known = self.flags_at(mapping.range.start.0);
+            if let Some(known) = known.filter(|known| known.end == mapping.range.end.0) {
+                mapping.flags = mapping.flags & LASTING | flags_of(known);
+                mapping.protection_key = known.protection_key;
+            }
         }
         Ok(())
     }
@@ -120,6 +140,12 @@ fn anonymous_name(line: &MapLine) -> Option<String> {
 }
 
 fn flags(line: &MapLine, known: Option<&Flags>) -> u32 {
+    let main_stack = line.name == "[stack]";
+    let own = if main_stack { flag::MAIN_STACK | flag::GROWS_DOWN } else { 0 };
+    own | known.map_or(0, flags_of)
+}
+
+fn flags_of(known: &Flags) -> u32 {
     const CODES: [(&[u8; 2], u32); 12] = [
         (b"gd", flag::GROWS_DOWN),
         (b"lo", flag::LOCKED),
@@ -134,11 +160,12 @@ fn flags(line: &MapLine, known: Option<&Flags>) -> u32 {
         (b"nr", flag::NO_RESERVE),
         (b"lf", flag::LOCK_ON_FAULT),
     ];
-    let main_stack = line.name == "[stack]";
-    let mut set = if main_stack { flag::MAIN_STACK | flag::GROWS_DOWN } else { 0 };
-    if let Some(known) = known {
-        let found = CODES.iter().filter(|(code, _)| known.has(code));
-        set |= found.fold(0, |all, (_, flag)| all | flag);
-    }
-    set
+    let found = CODES.iter().filter(|(code, _)| known.has(code));
+    found.fold(0, |all, (_, flag)| all | flag)
+}
+
+/// What the calling thread has used of its processor.
+fn processor_time() -> Duration {
+    let time = nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID);
+    time.map_or(Duration::ZERO, Duration::from)
 }

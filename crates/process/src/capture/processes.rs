@@ -14,7 +14,9 @@ const SIGNALS: usize = 64;
 const ACTION_BYTES: usize = 32;
 const TIMER_BYTES: usize = 32;
 /// Calls before the POSIX timers' own.
-const FIXED_CALLS: usize = SIGNALS + 3 + 6;
+const FIXED_CALLS: usize = SIGNALS + 3 + 6 + PROBES;
+/// Calls that find out whether future mappings are locked.
+const PROBES: usize = 4;
 /// POSIX timers asked for in one batch.
 pub const TIMERS_MAX: usize = 150;
 
@@ -26,7 +28,8 @@ const TIMERS_AT: usize = SUBREAPER_AT + 8;
 const MEMBARRIER_GET_REGISTRATIONS: u64 = 1 << 9;
 
 /// The calls that tell what a process cannot be asked from outside, with results in `scratch`.
-pub fn ask(scratch: u64, timers: &[TimerLine]) -> Vec<Call> {
+/// `probe` is a page to map anew ([`Stub::probe_page`]).
+pub fn ask(scratch: u64, probe: u64, timers: &[TimerLine]) -> Vec<Call> {
     let at = |offset: usize| scratch + offset as u64;
     let mut calls = Vec::with_capacity(FIXED_CALLS + 2 * timers.len());
     for signal in 0..SIGNALS {
@@ -44,6 +47,7 @@ pub fn ask(scratch: u64, timers: &[TimerLine]) -> Vec<Call> {
     calls.push(Call::new(libc::SYS_membarrier, &[MEMBARRIER_GET_REGISTRATIONS, 0, 0]));
     calls.push(Call::new(libc::SYS_brk, &[0]));
     calls.push(Call::new(libc::SYS_personality, &[0xffff_ffff]));
+    calls.extend(ask_of_future_mappings(probe));
     for (index, timer) in timers.iter().enumerate() {
         let id = timer.id as u64;
         let to = at(TIMERS_AT + index * TIMER_BYTES);
@@ -51,6 +55,24 @@ pub fn ask(scratch: u64, timers: &[TimerLine]) -> Vec<Call> {
         calls.push(Call::new(libc::SYS_timer_getoverrun, &[id]));
     }
     calls
+}
+
+/// mlockall(2) with `MCL_FUTURE` shows in new mappings only: madvise(2) refuses to discard pages of
+/// a locked one.
+fn ask_of_future_mappings(probe: u64) -> [Call; PROBES] {
+    let bytes = 4096;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    [
+        Call::new(libc::SYS_mmap, &[probe, bytes, 0, flags as u64, u64::MAX, 0]),
+        Call::new(libc::SYS_madvise, &[probe, bytes, libc::MADV_DONTNEED as u64]),
+        Call::new(libc::SYS_munlock, &[probe, bytes]),
+        Call::new(libc::SYS_madvise, &[probe, bytes, libc::MADV_DONTFORK as u64]),
+    ]
+}
+
+/// What came of it. Where there is no room for another locked page, the first call fails.
+fn are_future_locked(calls: &[Call]) -> bool {
+    calls[0].result == i64::from(-libc::EAGAIN) || calls[1].result == i64::from(-libc::EINVAL)
 }
 
 /// Answers of [`ask`].
@@ -63,6 +85,7 @@ pub struct Answers {
     thp_disabled: bool,
     membarrier: u32,
     brk: u64,
+    lock_future: bool,
     personality: u32,
     posix_timers: Vec<PosixTimer>,
 }
@@ -102,6 +125,7 @@ impl Answers {
         all.membarrier = rest[3].value("read membarrier registrations").unwrap_or(0) as u32;
         all.brk = rest[4].value("read program break")?;
         all.personality = rest[5].value("read personality")? as u32;
+        all.lock_future = are_future_locked(&rest[6..]);
         for (index, line) in timers.iter().enumerate() {
             let calls = &calls[FIXED_CALLS + 2 * index..];
             calls[0].value("read timer")?;
@@ -131,6 +155,7 @@ impl Answers {
         layout.dumpable = self.dumpable;
         layout.thp_disabled = self.thp_disabled;
         layout.membarrier = self.membarrier;
+        layout.lock_future = self.lock_future;
         layout.words[5] = self.brk;
     }
 }

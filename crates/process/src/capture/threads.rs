@@ -11,7 +11,7 @@ use hotspare_kernel::remote::{Call, Detour, Stub};
 use hotspare_kernel::thread_info::{self, Status};
 use hotspare_kernel::{HostPid, memory};
 
-use crate::guest::{Held, Thread};
+use crate::guest::{Held, Thread, restart_of};
 use crate::objects::error::{ObjectError, ObjectResult};
 
 const RESTART_BLOCK: i64 = -516;
@@ -103,7 +103,8 @@ impl Visit {
         answers: &Answers,
     ) -> ObjectResult<ThreadImage> {
         let tid = thread.tid;
-        let restart = note_restart(thread, &self.registers);
+        let restart =
+            note_restart(thread, &self.registers).or_else(|| restart_of(thread, &self.registers));
         let (policy, priority, nice, reset_on_fork) = thread_info::scheduling(tid)?;
         let scheduling =
             Scheduling { policy, priority, nice, affinity: affinity(tid)?, reset_on_fork };

@@ -207,7 +207,7 @@ fn put_back(visits: &mut [Visit]) {
 }
 
 fn ask_one(stub: &Stub, tid: HostPid, timers: &[TimerLine]) -> ObjectResult<ProcessAnswers> {
-    let mut calls = processes::ask(stub.scratch(0), timers);
+    let mut calls = processes::ask(stub.scratch(0), stub.probe_page(), timers);
     for batch in calls.chunks_mut(hotspare_kernel::remote::CALLS_MAX) {
         stub.run(tid, 0, batch)?;
     }
@@ -277,12 +277,16 @@ impl Guest {
         taken
     }
 
-    /// Reads mapping flags again where mappings changed; to be called while the guest runs.
-    pub fn refresh_flags(&mut self) -> ObjectResult<()> {
+    /// Reads the flags of mappings again and enters them into a checkpoint that has just been
+    /// taken; to be called while the guest runs. Where that fails, they stay as they were last.
+    pub fn refresh_flags(&mut self, checkpoint: &mut Checkpoint) {
         for process in self.processes.values_mut() {
             let Some(space) = &process.space else { continue };
-            super::passing(process.cache.refresh_flags(process.pid, &space.lines))?;
+            let mut captured = checkpoint.spaces.iter_mut();
+            let Some(captured) = captured.find(|one| one.id == space.id) else { continue };
+            if let Err(error) = process.cache.refresh_flags(process.pid, captured) {
+                tracing::debug!(%error, pid = %process.pid, "flags of mappings not read");
+            }
         }
-        Ok(())
     }
 }

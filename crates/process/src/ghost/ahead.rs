@@ -97,8 +97,7 @@ impl Body {
             self.dressed.actions.clone_from(&live.signal_actions);
         }
         if exe.is_some() || self.dressed.layout.as_ref() != Some(&space.layout) {
-            let first = self.dressed.layout.is_none();
-            self.set_memory_map(&space.layout, exe, first)?;
+            self.set_memory_map(&space.layout, exe)?;
             self.dressed.layout = Some(space.layout.clone());
             if exe.is_some() {
                 self.dressed.exe = Some(space.exe.clone());

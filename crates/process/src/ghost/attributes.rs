@@ -20,12 +20,11 @@ const PR_TIMER_CREATE_RESTORE_IDS: u64 = 77;
 
 impl Body {
     /// Where program, heap, stack and arguments are, and which program runs. Before descriptors
-    /// are placed. `first` says that nothing of it has been set in this address space.
+    /// are placed.
     pub(super) fn set_memory_map(
         &self,
         layout: &Layout,
         exe: Option<BorrowedFd<'_>>,
-        first: bool,
     ) -> GhostResult<()> {
         let mut batch = self.batch();
         if let Some(exe) = exe {
@@ -47,10 +46,6 @@ impl Body {
         // A new address space has inherited this from its parent's.
         let disabled = [PR_SET_THP_DISABLE, layout.thp_disabled.into(), 0, 0, 0];
         batch.must("disable huge pages", libc::SYS_prctl, &disabled);
-        if first && layout.lock_future {
-            let future = libc::MCL_FUTURE as u64;
-            batch.must("lock future memory", libc::SYS_mlockall, &[future]);
-        }
         for bit in 0..32 {
             let command = 1u64 << bit;
             if u64::from(layout.membarrier) & command != 0 {
@@ -138,6 +133,15 @@ impl Body {
             batch.must("stop choosing timer numbers", libc::SYS_prctl, &switch(0));
         }
         batch.run()?;
+        Ok(())
+    }
+
+    /// Last of what concerns memory: our own mappings are not to be locked.
+    pub(super) fn lock_future(&self, layout: &Layout) -> GhostResult<()> {
+        if layout.lock_future {
+            let future = libc::MCL_FUTURE as u64;
+            self.batch().ask("lock future memory", libc::SYS_mlockall, &[future])?;
+        }
         Ok(())
     }
 

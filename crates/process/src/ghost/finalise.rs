@@ -131,6 +131,7 @@ impl Ghost {
             .get_mut(&pid)
             .ok_or_else(|| GhostError::Image(format!("no process {}", pid.0)))?;
         body.set_attributes(live)?;
+        body.lock_future(layout)?;
         // Another user's limits could not be set without CAP_SYS_RESOURCE.
         body.set_limits(live)?;
         for thread in &live.threads {

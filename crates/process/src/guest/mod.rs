@@ -12,6 +12,7 @@
 
 mod register;
 mod stop;
+mod waits;
 
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
@@ -28,6 +29,8 @@ use crate::pages::PageRun;
 pub(crate) use register::SeenRestart;
 pub use register::{Ended, Process, Thread};
 pub use stop::Held;
+use waits::Next;
+pub(crate) use waits::restart_of;
 
 /// A process tree under our hand.
 #[derive(Debug)]
@@ -41,7 +44,11 @@ pub struct Guest {
     pub(crate) unsent: Vec<PageRun>,
     news: News,
     root: HostPid,
+    /// The root has executed the program: what it has in memory and open is the guest's.
+    root_executed: bool,
     root_status: Option<i32>,
+    /// When the first wait that was made again is late.
+    kick: Option<Instant>,
     next_mm: u32,
 }
 
@@ -75,7 +82,9 @@ impl Guest {
             unsent: Vec::new(),
             news: News::new()?,
             root,
+            root_executed: false,
             root_status: None,
+            kick: None,
             next_mm: 1,
         })
     }
@@ -116,12 +125,24 @@ impl Guest {
             if left.is_zero() || !self.is_alive() {
                 return Ok(self.news.wait(others, Duration::ZERO)?);
             }
+            self.kick_late()?;
+            let until_kick = self.kick.map(|kick| kick.saturating_duration_since(Instant::now()));
+            let left = until_kick.map_or(left, |until| left.min(until));
             let readable = self.news.wait(others, left)?;
             if readable.contains(&true) {
                 while self.pump_one()? {}
                 return Ok(readable);
             }
         }
+    }
+
+    /// Handles events until the root has executed its program; false if it has ended without.
+    /// Before that it is a copy of our init, with descriptors of ours.
+    pub fn await_program(&mut self) -> ObjectResult<bool> {
+        while !self.root_executed && self.is_alive() {
+            self.pump(&[], Duration::from_millis(20))?;
+        }
+        Ok(self.root_executed)
     }
 
     /// Handles one event of the running guest; false if there was none.
@@ -134,6 +155,16 @@ impl Guest {
             }
             Waited::Stopped(tid, stop) => {
                 self.note_stop(tid, stop)?;
+                match stop {
+                    Stop::Signal(signal) => self.settle(tid, Next::Signal(signal))?,
+                    Stop::Interrupted => self.settle(tid, Next::GoOn)?,
+                    Stop::Group(_)
+                    | Stop::Born { .. }
+                    | Stop::VforkDone
+                    | Stop::Exec { .. }
+                    | Stop::Exiting { .. }
+                    | Stop::Syscall => {}
+                }
                 let resumed = match stop {
                     Stop::Signal(signal) => ptrace::cont(tid, signal),
                     Stop::Group(_) => ptrace::listen(tid),

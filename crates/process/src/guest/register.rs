@@ -45,7 +45,7 @@ pub struct Thread {
     /// A restartable system call it has been seen in.
     pub(crate) restart: Option<SeenRestart>,
     /// A wait that a stop had ended and that was made again.
-    pub(crate) made_again: Option<super::stop::MadeAgain>,
+    pub(crate) made_again: Option<super::waits::MadeAgain>,
     /// It waits for a vfork child and cannot be stopped.
     pub(crate) in_vfork: bool,
     /// What it last said about itself.
@@ -175,6 +175,7 @@ impl Guest {
 
     /// execve(2): one thread is left, with new memory.
     fn note_exec(&mut self, tid: HostPid, former: HostPid) -> ObjectResult<()> {
+        self.root_executed |= tid == self.root;
         self.threads.retain(|_, thread| thread.process != tid || thread.tid == tid);
         if former != tid {
             self.threads.remove(&tid);

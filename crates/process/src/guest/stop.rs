@@ -3,9 +3,10 @@
 use std::time::{Duration, Instant};
 
 use hotspare_kernel::HostPid;
-use hotspare_kernel::ptrace::{self, Registers, Stop, Waited, Whose, reg};
+use hotspare_kernel::ptrace::{self, Stop, Waited, Whose};
 
-use super::{Guest, Thread, gone_is_fine};
+use super::waits::Next;
+use super::{Guest, gone_is_fine};
 use crate::objects::error::{ObjectError, ObjectResult};
 
 /// How a stopped thread is held, and so how it goes on.
@@ -104,15 +105,28 @@ impl Guest {
                 && let Ok(registers) = ptrace::registers(tid)
             {
                 crate::capture::threads::note_restart(thread, &registers);
-                gone_is_fine(wait_on(thread, registers))?;
             }
             thread.held = Some(held);
         }
-        Ok(())
+        match held {
+            Held::Trap | Held::Signal { .. } => self.settle(tid, Next::GoOn),
+            Held::Group(_) => Ok(()),
+        }
     }
 
     /// Lets every stopped thread go on as it would have.
     pub(crate) fn resume_all(&mut self) -> ObjectResult<()> {
+        let signalled: Vec<_> = self
+            .threads
+            .values()
+            .filter_map(|thread| match thread.held {
+                Some(Held::Signal { signal, .. }) => Some((thread.tid, signal)),
+                _ => None,
+            })
+            .collect();
+        for (tid, signal) in signalled {
+            self.settle(tid, Next::Signal(signal))?;
+        }
         for thread in self.threads.values_mut() {
             let resumed = match thread.held.take() {
                 None => Ok(()),
@@ -123,66 +137,7 @@ impl Guest {
             };
             gone_is_fine(resumed)?;
         }
+        self.plan_kick();
         Ok(())
     }
-}
-
-/// A wait for events that was made again, for the rest of its time.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct MadeAgain {
-    /// As it was made, so that it is known when it is seen again.
-    registers: Registers,
-    /// When it has to end.
-    end: Instant,
-}
-
-/// Some calls are ended by a stop with `EINTR` and not restarted by Linux (signal(7), "Interruption
-/// of system calls and library functions by stop signals"). If no signal has come, the call is made
-/// again, so that the program does not see our stop: where it waits without end, or waits for
-/// events, whose timeout is in a register. Others see what Linux documents: their timeout is in
-/// memory that is not ours to change.
-///
-/// A wait that is met for the first time may last an epoch too long: nobody knows when it began.
-fn wait_on(thread: &mut Thread, registers: Registers) -> hotspare_kernel::Result<()> {
-    let (tid, again) = (thread.tid, thread.made_again.take());
-    let call = registers[reg::ORIG_RAX] as i64;
-    if registers[reg::RAX] as i64 != i64::from(-libc::EINTR) {
-        return Ok(());
-    }
-    let mut next = registers;
-    let mut end = None;
-    match call {
-        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => {
-            if let Ok(timeout_ms) = u64::try_from(registers[reg::R10] as i32) {
-                let now = Instant::now();
-                let seen = again.filter(|again| same_call(&again.registers, &registers));
-                let due = seen.map_or(now + Duration::from_millis(timeout_ms), |seen| seen.end);
-                let left_ms = due.saturating_duration_since(now).as_millis() as u64;
-                // One more than what is left: a new call with the old timeout looks different.
-                next[reg::R10] = (left_ms + 1).min(i32::MAX as u64);
-                end = Some(due);
-            }
-        }
-        libc::SYS_epoll_pwait2 | libc::SYS_semtimedop if registers[reg::R10] == 0 => {}
-        libc::SYS_rt_sigtimedwait if registers[reg::RDX] == 0 => {}
-        libc::SYS_semop => {}
-        _ => return Ok(()),
-    }
-    if !ptrace::queued_signals(tid, false)?.is_empty()
-        || !ptrace::queued_signals(tid, true)?.is_empty()
-    {
-        return Ok(());
-    }
-    thread.made_again = end.map(|end| MadeAgain { registers: next, end });
-    const SYSCALL_BYTES: u64 = 2;
-    next[reg::RIP] = registers[reg::RIP].wrapping_sub(SYSCALL_BYTES);
-    next[reg::RAX] = call as u64;
-    next[reg::ORIG_RAX] = u64::MAX;
-    ptrace::set_registers(tid, &next)
-}
-
-fn same_call(one: &Registers, other: &Registers) -> bool {
-    [reg::RIP, reg::RSP, reg::RDI, reg::RSI, reg::RDX, reg::R10, reg::R8, reg::R9]
-        .iter()
-        .all(|&index| one[index] == other[index])
 }

@@ -3,11 +3,14 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use hotspare_image::tree::GuestPid;
+
 use super::world::{Primary, Spare};
 
 type Scene = fn();
 
 const SCENES: &[(&str, Scene)] = &[
+    ("the_program_that_is_awaited_has_descriptors_of_its_own_only", awaited),
     ("a_counting_program_counts_on", counts_on),
     ("a_full_copy_in_pieces_is_not_wiped_by_its_last_step", fills),
     ("a_pipeline_of_shells_goes_on_through_three_hosts", pipeline_goes_on),
@@ -207,4 +210,15 @@ fn waits_on() {
     primary.run_for(Duration::from_millis(50));
     let mut primary = moved(primary, 10);
     assert_eq!(primary.line(), "woken 1 0");
+}
+
+fn awaited() {
+    for _ in 0..10 {
+        let primary = Primary::start(&["sleep", "100"]);
+        let host = primary.guest.host_pid(GuestPid(2)).expect("is there");
+        let program = std::fs::read_link(format!("/proc/{host}/exe")).expect("has a program");
+        assert!(!program.ends_with("exe") && program != std::env::current_exe().expect("is known"));
+        let open = std::fs::read_dir(format!("/proc/{host}/fd")).expect("has descriptors");
+        assert_eq!(open.count(), 3);
+    }
 }

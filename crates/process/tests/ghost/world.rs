@@ -61,8 +61,9 @@ impl Primary {
         };
         let standard = outer.inner.each_ref().map(|file| file.as_fd());
         let newborn = init.spawn(program, standard, Some(GuestPid(2))).expect("spawns");
-        let guest = Guest::seize(newborn.host).expect("seizes");
+        let mut guest = Guest::seize(newborn.host).expect("seizes");
         newborn.go().expect("lets go");
+        assert!(guest.await_program().expect("pumps"));
         Self::new(init, guest, outer, rules(shared))
     }
 
@@ -114,7 +115,6 @@ impl Primary {
         if self.guest.needs_preparation() {
             self.guest.prepare()?;
         }
-        self.guest.refresh_flags()?;
         let (descriptors, sockets) = (&mut self.descriptors, &mut self.sockets);
         let ipc = &mut self.ipc;
         let mut objects = |guest: &Guest, shared: &mut SharedTable, checkpoint: &mut Checkpoint| {
@@ -122,7 +122,11 @@ impl Primary {
             take_descriptors(guest, shared, checkpoint, descriptors, sockets)
         };
         let mut rules = CheckpointRules { objects: &mut objects, copy_all: false };
-        self.guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(()))
+        let mut captured = self.guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(()))?;
+        if let Some(captured) = &mut captured {
+            self.guest.refresh_flags(&mut captured.checkpoint);
+        }
+        Ok(captured)
     }
 
     /// The host dies.
@@ -300,7 +304,8 @@ impl Spare {
         let hosts: Vec<HostPid> = released.threads.iter().map(|thread| thread.host).collect();
         let root = released.threads.iter().find(|thread| thread.tid == GuestPid(2));
         let root = root.map_or(hosts[0], |thread| thread.host);
-        let guest = Guest::adopt(root, &hosts).expect("adopts");
+        let mut guest = Guest::adopt(root, &hosts).expect("adopts");
+        guest.adopt_waits(&image).expect("adopts waits");
         if std::env::var_os("SHOW_PARTS").is_some() {
             println!("{} threads: {:?}", hosts.len(), released.parts);
         }
