@@ -21,8 +21,10 @@ pub struct Beat {
 /// The sender's part, as a heartbeat carries it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BeatRole {
-    /// Runs the guest, or is about to.
+    /// Runs the guest.
     Primary,
+    /// Has been given the term and lets its ghost go, which does not run yet.
+    TakingOver,
     /// Has no complete ghost of this reign.
     SpareSyncing,
     /// Has a complete ghost of this reign.
@@ -31,6 +33,14 @@ pub enum BeatRole {
     Fenced,
     /// Was given this term, but its ghost never ran: older ghosts are as good as before.
     TakeoverFailed,
+}
+
+impl Beat {
+    /// Whether the sender leads the reign it names.
+    #[must_use]
+    pub fn leads(&self) -> bool {
+        matches!(self.role, BeatRole::Primary | BeatRole::TakingOver)
+    }
 }
 
 /// A spare as the primary describes it to the others.
@@ -93,7 +103,9 @@ pub enum Event {
     SwitchoverAsked(Option<NodeId>),
     /// For a switchover: the guest stands still and its last checkpoint is at this position.
     GuestFrozen(Position),
-    /// The spare declined the offer; it has not taken over and will not.
+    /// The guest could not be frozen; it runs on.
+    FreezeFailed,
+    /// The spare declined the offer, or could not let its ghost go; it will not take over.
     SwitchoverRefused(NodeId),
 
     // On a spare.
@@ -244,9 +256,11 @@ pub enum Action {
     SwitchoverImpossible,
     /// The switchover came to nothing: let the guest run on, in this term.
     ThawGuest {
-        /// The term, newer than the one offered.
+        /// The old term, or one newer than the one offered if the spare may have taken that.
         term: Term,
     },
+    /// Another host had our address and has given it up: tell the neighbours once more.
+    AnnounceAgain,
 }
 
 /// Why a primary drops a spare.
@@ -256,6 +270,8 @@ pub enum DropCause {
     Silent,
     /// No heartbeat ever: the datagrams are blocked somewhere.
     NeverHeard,
+    /// We go on in a new term, which the spare has to join.
+    NewTerm,
 }
 
 /// Why a spare suspects its primary.

@@ -85,7 +85,7 @@ pub struct Status {
 ///                  Fenced ◀───────────────┤    │                        │ Fenced
 ///                     newer reign,        ▼    │                        │
 ///                     lease over,    Reigning(freezing, offered)        │granted
-///                     guest killed,       │                             │
+///                     guest killed,       │ the spare runs it           │
 ///                     switched over ◀─────┘                             │
 ///                                                                       │
 ///  Node::spare ──▶ Waiting ──joined──▶ Following ──▶ suspecting ──▶ claiming
@@ -163,6 +163,8 @@ struct Reign {
     phase: Phase,
     spares: BTreeMap<NodeId, Spare>,
     protected: bool,
+    /// Primaries of older terms that have not heard of ours, and when they were last heard.
+    rivals: BTreeMap<NodeId, Nanos>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -170,7 +172,8 @@ enum Phase {
     TakingOver,
     Running,
     Freezing { to: NodeId, frozen_at: Option<Position> },
-    Offered { to: NodeId, term: Term, give_up_at: Nanos, reclaim: Option<Term> },
+    /// `claimed`: the spare has said that it takes over; until it runs, the guest is kept.
+    Offered { to: NodeId, term: Term, give_up_at: Nanos, claimed: bool, reclaim: Option<Term> },
 }
 
 struct Spare {
@@ -230,6 +233,9 @@ impl Node {
                 Some(_) if f.claim.is_some() || f.unfit(self.seen).is_some() => Nanos::MAX,
                 Some(suspicion) => self.claim_at(f, suspicion),
             },
+            State::Reigning(Reign { phase: Phase::Offered { give_up_at, reclaim, .. }, .. }) => {
+                reclaim.map_or(*give_up_at, |_| Nanos::MAX)
+            }
             State::Reigning(r) => r.lease_until.min(r.renew_at),
             State::Asking(_) | State::Waiting | State::Fenced(..) | State::Ended => Nanos::MAX,
         };
@@ -256,6 +262,7 @@ impl Node {
             Event::GuestEnded => self.guest_ended(&mut out),
             Event::SwitchoverAsked(to) => self.switchover_asked(to, &mut out),
             Event::GuestFrozen(position) => self.guest_frozen(now, position, &mut out),
+            Event::FreezeFailed => self.freeze_failed(&mut out),
             Event::SwitchoverRefused(node) => self.switchover_refused(node, &mut out),
             Event::Joined { primary, term, rank } => self.joined(now, primary, term, rank),
             Event::Members(members) => self.members(&members),
@@ -272,7 +279,7 @@ impl Node {
                 self.switchover_offered(from, term, position, &mut out);
             }
             Event::TakeoverForced => self.takeover_forced(&mut out),
-            Event::TakeoverDone => self.takeover_done(),
+            Event::TakeoverDone => self.takeover_done(&mut out),
             Event::TakeoverFailed => self.takeover_failed(&mut out),
             Event::TermGranted { term, until } => self.term_granted(now, term, until, &mut out),
             Event::TermDenied { term, held } => self.term_denied(now, term, held, &mut out),
@@ -287,6 +294,7 @@ impl Node {
                 self.watch_lease(now, out);
                 self.watch_spares(now, out);
                 self.watch_offer(now, out);
+                self.watch_rivals(now, out);
             }
             State::Asking(_) | State::Waiting | State::Fenced(..) | State::Ended => {}
         }
@@ -303,6 +311,9 @@ impl Node {
                 (f.term, BeatRole::SpareReady, f.ghost.unwrap_or_default())
             }
             State::Following(f) => (f.term, BeatRole::SpareSyncing, Position::default()),
+            State::Reigning(r) if r.phase == Phase::TakingOver => {
+                (r.term, BeatRole::TakingOver, r.position)
+            }
             State::Reigning(r) => (r.term, BeatRole::Primary, r.position),
             State::Fenced(FenceCause::TakeoverFailed, term) if *term == self.seen => {
                 (*term, BeatRole::TakeoverFailed, Position::default())
@@ -327,8 +338,12 @@ impl Node {
                 let ready = beat.role == BeatRole::SpareReady && beat.term == reign.term;
                 let spare = reign.spares.get_mut(&beat.from);
                 let changed = spare.is_some_and(|spare| spare.hear(now, ready));
+                reign.hear_rival(now, beat, out);
+                if self.hear_heir(now, beat, out) {
+                    return;
+                }
                 if foreign_reign {
-                    self.deposed(beat, out);
+                    self.fence(FenceCause::NewerReign(beat.term), out);
                 } else if changed {
                     self.spares_changed(out);
                 }
@@ -347,7 +362,7 @@ impl Node {
 
     /// Whether the beat proves a reign that ends ours, or a primary to follow instead of ours.
     fn is_newer_reign(&self, beat: &Beat) -> bool {
-        let leads = beat.role == BeatRole::Primary;
+        let leads = beat.leads();
         let led = leads || beat.role == BeatRole::TakeoverFailed;
         match &self.state {
             State::Reigning(r) => {
@@ -357,16 +372,6 @@ impl Node {
             State::Waiting => led && beat.term >= self.seen,
             State::Asking(_) | State::Fenced(..) | State::Ended => false,
         }
-    }
-
-    fn deposed(&mut self, beat: Beat, out: &mut Vec<Action>) {
-        let switched = match &self.state {
-            State::Reigning(Reign { phase: Phase::Offered { to, .. }, .. }) => *to == beat.from,
-            _ => false,
-        };
-        let cause =
-            if switched { FenceCause::SwitchedOver } else { FenceCause::NewerReign(beat.term) };
-        self.fence(cause, out);
     }
 
     fn fence(&mut self, cause: FenceCause, out: &mut Vec<Action>) {
@@ -383,7 +388,7 @@ impl Node {
         };
         let following = Following::new(Some(now), beat.from, beat.term);
         self.state = State::Following(Following { inherited, rank, ..following });
-        if beat.role == BeatRole::Primary {
+        if beat.leads() {
             out.push(Action::Join { primary: beat.from, term: beat.term });
         } else {
             self.hear_primary(now, beat, out);
@@ -418,6 +423,7 @@ impl Node {
                     reign.term = term;
                     reign.lease(now, until);
                     self.seen = self.seen.max(term);
+                    self.drop_all_spares(out);
                     self.thaw(out);
                 }
             }
@@ -446,7 +452,8 @@ impl Node {
             State::Reigning(reign) => {
                 let reclaims = matches!(reign.phase,
                     Phase::Offered { reclaim, .. } if reclaim == Some(term));
-                if reclaims || (reign.term == term && held > term) {
+                let offered = matches!(reign.phase, Phase::Offered { .. });
+                if reclaims || (reign.term == term && held > term && !offered) {
                     self.fence(FenceCause::NewerReign(held), out);
                 }
             }

@@ -84,6 +84,7 @@ fn role_number(role: BeatRole) -> u8 {
         BeatRole::SpareReady => 3,
         BeatRole::Fenced => 4,
         BeatRole::TakeoverFailed => 5,
+        BeatRole::TakingOver => 6,
     }
 }
 
@@ -94,6 +95,7 @@ fn role_of(number: u8) -> Option<BeatRole> {
         3 => Some(BeatRole::SpareReady),
         4 => Some(BeatRole::Fenced),
         5 => Some(BeatRole::TakeoverFailed),
+        6 => Some(BeatRole::TakingOver),
         _ => None,
     }
 }

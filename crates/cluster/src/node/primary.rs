@@ -5,6 +5,10 @@ use super::*;
 impl Node {
     pub(super) fn watch_lease(&mut self, now: Nanos, out: &mut Vec<Action>) {
         let State::Reigning(reign) = &mut self.state else { return };
+        if let Phase::Offered { .. } = reign.phase {
+            // The guest stands still and has no address: it does no harm whoever reigns.
+            return;
+        }
         if now >= reign.lease_until {
             self.fence(FenceCause::LeaseExpired, out);
         } else if now >= reign.renew_at {
@@ -70,8 +74,17 @@ impl Node {
     ) {
         match &mut self.state {
             State::Reigning(reign) => {
-                reclaim_at_once(reign, peer, how, now);
+                // The spare that holds the offer died with its agent: it will not take over.
+                let heir = match reign.phase {
+                    Phase::Offered { to, term, claimed, .. } if to == peer => {
+                        Some(if claimed { term } else { reign.term })
+                    }
+                    _ => None,
+                };
                 self.spare_gone(peer, None, out);
+                if heir.is_some() && how == Closed::ByPeer {
+                    self.reclaim(heir, out);
+                }
                 self.watch_offer(now, out);
             }
             State::Following(f) if f.primary == peer && f.attached => match how {
@@ -192,7 +205,8 @@ impl Node {
         let acknowledged = reign.spares.get(&to).and_then(|spare| spare.acknowledged);
         if acknowledged >= Some(position) {
             let give_up_at = now.saturating_add(self.config.handover_ns);
-            reign.phase = Phase::Offered { to, term, give_up_at, reclaim: None };
+            reign.phase =
+                Phase::Offered { to, term, give_up_at, claimed: false, reclaim: None };
             out.push(Action::OfferSwitchover { to, term, position });
         }
     }
@@ -200,21 +214,101 @@ impl Node {
     /// An offer without an answer: only the arbiter can say whether it was taken.
     pub(super) fn watch_offer(&mut self, now: Nanos, out: &mut Vec<Action>) {
         let State::Reigning(reign) = &mut self.state else { return };
-        let Phase::Offered { term, give_up_at, reclaim, .. } = &mut reign.phase else { return };
-        if now >= *give_up_at && reclaim.is_none() {
+        let Phase::Offered { give_up_at, claimed, reclaim, .. } = reign.phase else { return };
+        if now >= give_up_at && reclaim.is_none() {
+            // A spare that claimed the term and fell silent has consented to nothing.
+            let consent_of = (!claimed).then_some(reign.term);
+            self.reclaim(consent_of, out);
+        }
+    }
+
+    /// Takes the guest back in a term that is newer than the one offered.
+    fn reclaim(&mut self, consent_of: Option<Term>, out: &mut Vec<Action>) {
+        let State::Reigning(reign) = &mut self.state else { return };
+        let Phase::Offered { term, reclaim, .. } = &mut reign.phase else { return };
+        if reclaim.is_none() {
             let newer = self.seen.max(*term).next();
             *reclaim = Some(newer);
-            out.push(Action::RequestTerm { term: newer, consent_of: Some(reign.term) });
+            out.push(Action::RequestTerm { term: newer, consent_of });
+        }
+    }
+
+    /// A heartbeat of the spare that was offered our term; false if it is not about that.
+    ///
+    /// Only when the guest runs there is the one here given up: a takeover that fails gives it
+    /// back, and while it goes on there is time.
+    pub(super) fn hear_heir(&mut self, now: Nanos, beat: Beat, out: &mut Vec<Action>) -> bool {
+        let State::Reigning(reign) = &mut self.state else { return false };
+        let Phase::Offered { to, term, give_up_at, claimed, reclaim } = &mut reign.phase else {
+            return false;
+        };
+        if beat.term < *term {
+            return false;
+        }
+        let heir = *to == beat.from;
+        if let Some(wanted) = *reclaim
+            && !(heir && beat.role == BeatRole::Primary)
+        {
+            return beat.term < wanted;
+        }
+        if !heir {
+            // Spares that follow the heir already: its own word counts.
+            return beat.term == *term && !beat.leads();
+        }
+        match beat.role {
+            BeatRole::Primary => self.fence(FenceCause::SwitchedOver, out),
+            BeatRole::TakingOver => {
+                *claimed = true;
+                *give_up_at = now.saturating_add(self.config.handover_ns);
+            }
+            BeatRole::TakeoverFailed => {
+                self.reclaim(Some(beat.term), out);
+            }
+            BeatRole::SpareSyncing | BeatRole::SpareReady | BeatRole::Fenced => return false,
+        }
+        true
+    }
+
+    pub(super) fn freeze_failed(&mut self, out: &mut Vec<Action>) {
+        if let State::Reigning(Reign { phase: Phase::Freezing { .. }, .. }) = &self.state {
+            self.thaw(out);
+            out.push(Action::SwitchoverImpossible);
         }
     }
 
     pub(super) fn switchover_refused(&mut self, node: NodeId, out: &mut Vec<Action>) {
         let State::Reigning(reign) = &self.state else { return };
-        if let Phase::Offered { to, .. } = reign.phase
-            && to == node
-        {
+        let Phase::Offered { to, term, claimed, .. } = reign.phase else { return };
+        if to != node {
+            return;
+        }
+        if claimed || self.seen >= term {
+            // It had taken the term, and gives it back.
+            self.reclaim(Some(term), out);
+        } else {
             self.thaw(out);
             out.push(Action::SwitchoverImpossible);
+        }
+    }
+
+    /// All spares have to join anew: they follow another term.
+    pub(super) fn drop_all_spares(&mut self, out: &mut Vec<Action>) {
+        let State::Reigning(reign) = &mut self.state else { return };
+        for node in std::mem::take(&mut reign.spares).into_keys() {
+            out.push(Action::DropSpare { node, cause: DropCause::NewTerm });
+        }
+        self.spares_changed(out);
+    }
+
+    /// Primaries of older terms that are not heard any more have stopped their guests, or are cut
+    /// off again; either way the neighbours should be told where the address is.
+    pub(super) fn watch_rivals(&mut self, now: Nanos, out: &mut Vec<Action>) {
+        let State::Reigning(reign) = &mut self.state else { return };
+        let silence_ns = self.config.silence_ns;
+        let before = reign.rivals.len();
+        reign.rivals.retain(|_, heard_at| now.saturating_sub(*heard_at) < silence_ns);
+        if reign.rivals.len() < before {
+            out.push(Action::AnnounceAgain);
         }
     }
 
@@ -224,16 +318,6 @@ impl Node {
         out.push(Action::ThawGuest { term: reign.term });
         out.push(Action::TellMembers(reign.members()));
         self.send_beat(out);
-    }
-}
-
-/// The spare that holds the offer died with its agent: it will not take over, ask at once.
-fn reclaim_at_once(reign: &mut Reign, peer: NodeId, how: Closed, now: Nanos) {
-    if let Phase::Offered { to, give_up_at, .. } = &mut reign.phase
-        && *to == peer
-        && how == Closed::ByPeer
-    {
-        *give_up_at = now;
     }
 }
 
@@ -273,6 +357,7 @@ impl Reign {
             phase,
             spares: BTreeMap::new(),
             protected: false,
+            rivals: BTreeMap::new(),
         };
         reign.lease(now, until);
         reign
@@ -284,6 +369,18 @@ impl Reign {
             Nanos::MAX => Nanos::MAX,
             _ => now.saturating_add(until.saturating_sub(now) / 2),
         };
+    }
+
+    pub(super) fn hear_rival(&mut self, now: Nanos, beat: Beat, out: &mut Vec<Action>) {
+        let known = self.rivals.contains_key(&beat.from);
+        if beat.term < self.term && beat.leads() {
+            if known || self.rivals.len() < PEERS_MAX {
+                self.rivals.insert(beat.from, now);
+            }
+        } else if known && beat.role == BeatRole::Fenced {
+            self.rivals.remove(&beat.from);
+            out.push(Action::AnnounceAgain);
+        }
     }
 
     pub(super) fn members(&self) -> Vec<Member> {

@@ -12,7 +12,7 @@ impl Node {
         if matches!(beat.role, BeatRole::Fenced | BeatRole::TakeoverFailed) {
             return self.primary_gone(now, beat.from, SuspectCause::Fenced, out);
         }
-        if beat.role != BeatRole::Primary {
+        if !beat.leads() {
             return;
         }
         match f.suspicion.map(|s| (s.cause, now.saturating_sub(s.since))) {
@@ -177,11 +177,13 @@ impl Node {
         }
     }
 
-    pub(super) fn takeover_done(&mut self) {
+    pub(super) fn takeover_done(&mut self, out: &mut Vec<Action>) {
         if let State::Reigning(reign) = &mut self.state
             && reign.phase == Phase::TakingOver
         {
             reign.phase = Phase::Running;
+            // A primary that has switched over waits for it.
+            self.send_beat(out);
         }
     }
 

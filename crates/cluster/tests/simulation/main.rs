@@ -122,6 +122,56 @@ fn a_switchover_moves_the_guest_without_loss() {
     }
 }
 
+/// Switches over in vain; the guest must run where it was, protected as before.
+fn in_vain(world: &mut World) {
+    let old = a_primary_and_ready_spares(world);
+    world.deliver(old, Event::SwitchoverAsked(None));
+    settle(world);
+    (world.fail_takeovers_percent, world.fail_freezes_percent) = (0, 0);
+    world.restart_fenced();
+    settle(world);
+    assert_eq!(world.running(), [old]);
+    assert_eq!(a_primary_and_ready_spares(world), old);
+}
+
+#[test]
+fn a_switchover_whose_takeover_fails_gives_the_guest_back() {
+    for arbiter in [Arbiter::None, Arbiter::Lease] {
+        for hosts in 2..=3 {
+            for_seeds(hosts, arbiter, |world| {
+                world.fail_takeovers_percent = 100;
+                in_vain(world);
+                assert_eq!(world.takeovers.len(), 1);
+            });
+        }
+    }
+}
+
+#[test]
+fn a_guest_that_cannot_be_frozen_runs_on() {
+    for_seeds(3, Arbiter::None, |world| {
+        world.fail_freezes_percent = 100;
+        in_vain(world);
+        assert!(world.takeovers.is_empty());
+    });
+}
+
+#[test]
+fn a_spare_that_dies_while_the_guest_moves_gives_it_back() {
+    for_seeds(2, Arbiter::None, |world| {
+        let old = a_primary_and_ready_spares(world);
+        let spare = world.with_role(Role::Spare)[0];
+        world.deliver(old, Event::SwitchoverAsked(None));
+        while world.takeovers.is_empty() {
+            world.run_until(world.now + MS / 10);
+        }
+        world.crash(spare, false, None);
+        settle(world);
+        let (role, running) = (world.with_role(Role::Primary), world.running());
+        assert_eq!((role, running), (vec![old], vec![old]));
+    });
+}
+
 #[test]
 fn a_failed_takeover_passes_to_the_next_spare() {
     for_seeds(3, Arbiter::None, |world| {

@@ -88,6 +88,7 @@ pub struct World {
     pub ever_cut: bool,
     pub ended: bool,
     pub fail_takeovers_percent: u64,
+    pub fail_freezes_percent: u64,
     log: VecDeque<String>,
 }
 
@@ -109,6 +110,7 @@ impl World {
             ever_cut: false,
             ended: false,
             fail_takeovers_percent: 0,
+            fail_freezes_percent: 0,
             log: VecDeque::new(),
         };
         for id in (1..=hosts).map(NodeId) {
@@ -289,6 +291,7 @@ impl World {
             | Action::CannotTakeOver(_)
             | Action::BecomeProtected
             | Action::BecomeUnprotected
+            | Action::AnnounceAgain
             | Action::SwitchoverImpossible => {}
         }
     }
@@ -393,6 +396,7 @@ impl World {
             Event::StreamClosed { .. } => {
                 self.streams.remove(&(from, to));
                 self.deliver(to, event);
+                self.at(self.now + MS, Due::Dial { from: to, to: from });
             }
             Event::Committed { position, .. } => {
                 self.deliver(to, event);
@@ -441,7 +445,10 @@ impl World {
         let position = self.checkpoint(id);
         let incarnation = self.host(id).incarnation;
         let done = self.now + self.dice.below(2 * MS);
-        let event = Event::GuestFrozen(position);
+        let event = match self.dice.chance(self.fail_freezes_percent) {
+            true => Event::FreezeFailed,
+            false => Event::GuestFrozen(position),
+        };
         self.at(done, Due::Event { to: id, incarnation, event });
     }
 
