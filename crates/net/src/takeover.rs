@@ -175,6 +175,8 @@ pub struct ServiceNetwork {
     sender: FrameSender,
     frame: Vec<u8>,
     announced: bool,
+    /// The host's end is down.
+    cut_off: bool,
 }
 
 impl ServiceNetwork {
@@ -214,8 +216,17 @@ impl ServiceNetwork {
                     Uplink::Routed { .. } => outer.mac,
                 };
                 let frame = frame(service.address, mac);
-                let announced = false;
-                Ok(Self { service, uplink, netlink, host_end, outer, sender, frame, announced })
+                Ok(Self {
+                    service,
+                    uplink,
+                    netlink,
+                    host_end,
+                    outer,
+                    sender,
+                    frame,
+                    announced: false,
+                    cut_off: false,
+                })
             }
             Err(error) => {
                 // The first error is the one to tell.
@@ -239,6 +250,15 @@ impl ServiceNetwork {
 
     fn connect(&mut self) -> Result<()> {
         let (address, end) = (self.service.address, self.host_end);
+        if std::mem::take(&mut self.cut_off) {
+            self.netlink.set_up(end, true).map_err(doing("take the host's end up again"))?;
+            if let Uplink::Routed { .. } = self.uplink {
+                // Forgotten when the end went down.
+                self.netlink
+                    .add_neighbour(end, address, self.service.guest_mac())
+                    .map_err(doing("name the guest's hardware address"))?;
+            }
+        }
         match &self.uplink {
             Uplink::Bridge { .. } => {
                 let bridge = Some(self.outer.index);
@@ -255,25 +275,23 @@ impl ServiceNetwork {
         }
     }
 
-    /// Cuts the address off at once. Neighbours keep sending here until another host announces.
+    /// Cuts the guest off at once, both ways: after this nothing of it leaves, not even what its
+    /// sockets say when it is killed. Neighbours keep sending here until another host announces.
+    /// [`ServiceNetwork::announce`] connects it again.
     pub fn withdraw(&mut self) -> Result<()> {
         if !self.announced {
             return Ok(());
         }
         let (address, end) = (self.service.address, self.host_end);
         self.announced = false;
-        match &self.uplink {
-            Uplink::Bridge { .. } => {
-                self.netlink.set_master(end, None).map_err(doing("leave the bridge"))
-            }
-            Uplink::Routed { .. } => {
-                let outer = self.outer.index;
-                let quiet = self.netlink.set_proxy(outer, address, false);
-                let to = (address, bits(address));
-                let cut = self.netlink.delete_route(to, end);
-                cut.and(quiet).map_err(doing("withdraw the address"))
-            }
-        }
+        self.cut_off = true;
+        // The routes through the end go with it.
+        let cut = self.netlink.set_up(end, false);
+        let quiet = match &self.uplink {
+            Uplink::Bridge { .. } => self.netlink.set_master(end, None),
+            Uplink::Routed { .. } => self.netlink.set_proxy(self.outer.index, address, false),
+        };
+        cut.and(quiet).map_err(doing("withdraw the address"))
     }
 
     /// Whether the address is connected.

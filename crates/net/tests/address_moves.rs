@@ -180,6 +180,55 @@ fn a_routed_ipv6_address_moves_and_clients_follow() {
     the_address_moves("fd09::50/64", V6, &routed());
 }
 
+/// A connection to a guest that is withdrawn, announced again, and withdrawn for good.
+fn a_withdrawn_guest_says_nothing(service: &str, hosts: [&str; 3], uplink: &Uplink) {
+    let lan = Lan::new();
+    let host = lan.host(hosts[0], matches!(uplink, Uplink::Bridge { .. }));
+    let client = lan.host(hosts[2], false);
+    let (service, guest): (ServiceAddress, _) = (service.parse().unwrap(), Room::new());
+    let uplink = uplink.clone();
+    let mut network =
+        host.within(|| ServiceNetwork::prepare(guest.0.as_fd(), service, uplink).unwrap());
+    network.announce().unwrap();
+    let to = SocketAddr::new(service.address, 7000);
+    let listener = guest.within(|| TcpListener::bind(to).unwrap());
+    let mut asking = client.within(|| TcpStream::connect_timeout(&to, PATIENCE).unwrap());
+    let (mut serving, _) = listener.accept().unwrap();
+
+    network.withdraw().unwrap();
+    serving.write_all(b"held").unwrap();
+    let silence = |asking: &mut TcpStream| {
+        asking.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+        let error = asking.read(&mut [0; 8]).expect_err("the guest is cut off");
+        assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+    };
+    silence(&mut asking);
+    network.announce().unwrap();
+    asking.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut said = [0; 4];
+    asking.read_exact(&mut said).expect("it goes on when it is back");
+    assert_eq!(&said, b"held");
+    asking.write_all(b"unread, so that the end is a reset").unwrap();
+    serving.set_read_timeout(Some(PATIENCE)).unwrap();
+    serving.peek(&mut [0]).unwrap();
+
+    network.withdraw().unwrap();
+    drop(serving);
+    silence(&mut asking);
+}
+
+#[test]
+fn a_guest_cut_off_from_its_bridge_neither_ends_nor_resets() {
+    a_withdrawn_guest_says_nothing("10.9.0.50/24", V4, &bridge());
+    a_withdrawn_guest_says_nothing("fd09::50/64", V6, &bridge());
+}
+
+#[test]
+fn a_guest_cut_off_from_its_route_neither_ends_nor_resets() {
+    a_withdrawn_guest_says_nothing("10.9.0.50/24", V4, &routed());
+    a_withdrawn_guest_says_nothing("fd09::50/64", V6, &routed());
+}
+
 #[test]
 fn a_missing_bridge_is_named() {
     let (host, guest) = (Room::new(), Room::new());
