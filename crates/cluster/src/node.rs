@@ -171,9 +171,18 @@ struct Reign {
 enum Phase {
     TakingOver,
     Running,
-    Freezing { to: NodeId, frozen_at: Option<Position> },
+    Freezing {
+        to: NodeId,
+        frozen_at: Option<Position>,
+    },
     /// `claimed`: the spare has said that it takes over; until it runs, the guest is kept.
-    Offered { to: NodeId, term: Term, give_up_at: Nanos, claimed: bool, reclaim: Option<Term> },
+    Offered {
+        to: NodeId,
+        term: Term,
+        give_up_at: Nanos,
+        claimed: bool,
+        reclaim: Option<Term>,
+    },
 }
 
 struct Spare {
@@ -233,9 +242,9 @@ impl Node {
                 Some(_) if f.claim.is_some() || f.unfit(self.seen).is_some() => Nanos::MAX,
                 Some(suspicion) => self.claim_at(f, suspicion),
             },
-            State::Reigning(Reign { phase: Phase::Offered { give_up_at, reclaim, .. }, .. }) => {
-                reclaim.map_or(*give_up_at, |_| Nanos::MAX)
-            }
+            State::Reigning(Reign {
+                phase: Phase::Offered { give_up_at, reclaim, .. }, ..
+            }) => reclaim.map_or(*give_up_at, |_| Nanos::MAX),
             State::Reigning(r) => r.lease_until.min(r.renew_at),
             State::Asking(_) | State::Waiting | State::Fenced(..) | State::Ended => Nanos::MAX,
         };

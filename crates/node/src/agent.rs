@@ -1,5 +1,6 @@
 //! What an agent is made of, whichever part it plays.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,15 +9,18 @@ use anyhow::Context;
 use hotspare_cluster::{Action, Closed, Event};
 use hotspare_image::{NodeId, Position, Term};
 use hotspare_replica::heartbeat::{HeartKey, STACK_BYTES};
+use hotspare_replica::message::SwitchoverOffer;
 use hotspare_replica::{
-    Heart, HeartConfig, HeartEvent, Hello, HostFacts, HostRole, Replier, Security, Sender,
-    StagedCheckpoint, WriteHalf, greeting, heart,
+    Goodbye, GoodbyeCode, Hangup, Heart, HeartConfig, HeartEvent, Hello, HostFacts, HostRole,
+    Replier, Security, Sender, StagedCheckpoint, WriteHalf, greeting, heart,
 };
 
 use crate::brain::Brain;
+use crate::join::BackOff;
 use crate::mailbox::{Mailbox, Place};
 use crate::report::Reporter;
 use crate::settings::Settings;
+use crate::switchover::Asker;
 
 /// What the thread that owns the guest, or its ghost, is told.
 pub enum Message {
@@ -27,22 +31,29 @@ pub enum Message {
     /// A spare has acknowledged.
     Acknowledged(NodeId, Position),
     /// A stream to a spare has ended.
-    SpareOut(NodeId),
-    /// A spare declines a switchover.
-    SwitchoverRefused(NodeId),
+    SpareOut(NodeId, StreamId),
+    /// A spare declines a switchover, and says why.
+    SwitchoverRefused(NodeId, String),
     /// A primary has welcomed us.
     Joined(Box<Joined>),
     /// A whole checkpoint has arrived and been checked.
-    Checkpoint(Box<StagedCheckpoint>, Place),
+    Checkpoint(StreamId, Box<StagedCheckpoint>, Place),
+    /// The primary offers its term. After the checkpoints that came before.
+    Offered(NodeId, SwitchoverOffer),
     /// The stream from the primary has ended.
-    PrimaryOut(String, Closed),
+    PrimaryOut(StreamId, String, Closed),
     /// The primary has ended on purpose: the guest is over.
     GuestOver(String),
     /// When the primary was last heard, for the report of a failover.
     Heard(Instant),
     /// The operator wants the guest elsewhere.
-    Switchover,
+    Switchover(Asker),
 }
+
+/// Which of the streams this program has had with others. A newer one of the same peer replaces
+/// an older one, whose end and last words then mean nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct StreamId(u64);
 
 /// A spare that is in.
 pub struct SpareIn {
@@ -52,16 +63,45 @@ pub struct SpareIn {
     pub sender: Sender,
     /// Where it hears heartbeats.
     pub heart: SocketAddr,
+    /// Where it can be joined once it is primary.
+    pub listens: Option<SocketAddr>,
+    /// The stream.
+    pub stream: StreamId,
 }
 
 /// A primary we follow.
 pub struct Joined {
+    /// Who it is.
+    pub primary: NodeId,
     /// Its reign.
     pub term: Term,
     /// What it decides.
     pub settings: Settings,
     /// The way back.
     pub replier: Arc<Mutex<Replier<WriteHalf>>>,
+    /// The stream.
+    pub stream: StreamId,
+    /// Ends the stream.
+    pub hangup: Hangup,
+}
+
+impl Joined {
+    /// Declines a switchover.
+    pub fn decline(&self, why: &str) {
+        let mut to = self.replier.lock().unwrap_or_else(PoisonError::into_inner);
+        // A primary that is gone does not hear it.
+        let _ = to.refuse_switchover(why);
+    }
+
+    /// Leaves the primary, and says why.
+    pub fn leave(&self, agent: &Agent, text: &str) {
+        agent.detach(self.stream);
+        let goodbye = Goodbye { code: GoodbyeCode::Failed, text: text.to_owned() };
+        let mut to = self.replier.lock().unwrap_or_else(PoisonError::into_inner);
+        // A primary that is gone does not hear it.
+        let _ = to.goodbye(&goodbye);
+        self.hangup.hang_up();
+    }
 }
 
 /// What all threads of an agent share.
@@ -103,10 +143,30 @@ pub struct Face {
     pub epoch: u64,
     /// Spares of a primary.
     pub spares: usize,
+    /// How many of them could take over.
+    pub ready: usize,
     /// Where heartbeats go.
     pub peers: Vec<(NodeId, SocketAddr)>,
     /// The brain's answers to spares that wait.
     pub waiting: Vec<(NodeId, std::sync::mpsc::Sender<Decision>)>,
+    /// Of a primary: the newest stream of each spare.
+    streams: BTreeMap<NodeId, StreamId>,
+    streams_made: u64,
+    /// Of a spare: the stream from its primary.
+    attached: Option<StreamId>,
+    /// Where hosts can be joined, as far as is known.
+    pub listens: BTreeMap<NodeId, SocketAddr>,
+    /// Of a spare: where the primary to join is.
+    pub join: Option<SocketAddr>,
+    /// Of a spare: when it may have its next ghost.
+    pub back_off: BackOff,
+}
+
+impl Face {
+    fn fresh_stream(&mut self) -> StreamId {
+        self.streams_made += 1;
+        StreamId(self.streams_made)
+    }
 }
 
 impl Agent {
@@ -148,8 +208,15 @@ impl Agent {
             listen_port: None,
             epoch: 0,
             spares: 0,
+            ready: 0,
             peers: Vec::new(),
             waiting: Vec::new(),
+            streams: BTreeMap::new(),
+            streams_made: 0,
+            attached: None,
+            listens: BTreeMap::new(),
+            join: None,
+            back_off: BackOff::default(),
         };
         Ok(Self {
             node: NodeId(u64::from_ne_bytes(seed)),
@@ -185,6 +252,51 @@ impl Agent {
         }
     }
 
+    /// A stream to this spare begins; it replaces an older one.
+    pub fn open_stream(&self, node: NodeId) -> StreamId {
+        let mut face = self.face();
+        let stream = face.fresh_stream();
+        face.streams.insert(node, stream);
+        stream
+    }
+
+    /// Tells the brain something about a spare, unless that comes from a replaced stream.
+    pub fn tell_of(&self, node: NodeId, stream: StreamId, event: Event) {
+        let mut face = self.face();
+        if face.streams.get(&node) != Some(&stream) {
+            return;
+        }
+        if let Event::StreamClosed { .. } = event {
+            face.streams.remove(&node);
+        }
+        self.brain.tell(event);
+    }
+
+    /// A stream from a primary begins; it replaces an older one.
+    pub fn attach(&self) -> StreamId {
+        let mut face = self.face();
+        let stream = face.fresh_stream();
+        face.attached = Some(stream);
+        stream
+    }
+
+    /// The stream from the primary ends; false if it had been replaced or left.
+    pub fn detach(&self, stream: StreamId) -> bool {
+        let mut face = self.face();
+        let current = face.attached == Some(stream);
+        if current {
+            face.attached = None;
+        }
+        current
+    }
+
+    /// Whether this is a spare that follows nobody and may have a ghost.
+    pub fn wants_primary(&self) -> bool {
+        let face = self.face();
+        let free = face.role == HostRole::Spare && face.attached.is_none();
+        free && face.back_off.wait(Instant::now()).is_none()
+    }
+
     /// What `hotspare status` shows.
     pub fn status(&self) -> serde_json::Value {
         let face = self.face();
@@ -195,6 +307,7 @@ impl Agent {
             "term": face.term.0,
             "epoch": face.epoch,
             "spares": face.spares,
+            "ready": face.ready,
         })
     }
 

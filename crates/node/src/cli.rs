@@ -15,6 +15,8 @@ use hotspare_replica::{HostRole, Identity, Security};
 use crate::agent::Agent;
 use crate::brain::{self, Brain};
 use crate::control;
+use crate::hooks::Hook;
+use crate::join::keep_joining;
 use crate::launch::{Launch, Network, launch};
 use crate::link;
 use crate::mailbox::mailbox;
@@ -24,6 +26,7 @@ use crate::primary::Primary;
 use crate::report::Reporter;
 use crate::settings::{FileRule, Settings};
 use crate::spare::Spare;
+use crate::switchover::Switchover;
 
 /// A hot spare for any Linux program.
 ///
@@ -61,8 +64,8 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Move the guest of this host's primary to its spare. What it does in the last moments before
-    /// the move may be lost (see README).
+    /// Move the guest of this host's primary to its spare, and wait until it runs there. Nothing
+    /// is lost; clients wait for some milliseconds.
     Switchover,
     /// Show a failover on this machine: two simulated hosts, a real Redis, a kill.
     Demo {
@@ -96,9 +99,16 @@ struct Common {
     /// interface whose network it lies in.
     #[arg(long)]
     service_bridge: Option<String>,
-    /// Command to run when this host takes the service over; see README for its environment.
+    /// Command to run when this host takes the service over, or is no longer primary; see README
+    /// for its environment.
     #[arg(long)]
     takeover_hook: Option<String>,
+}
+
+impl Common {
+    fn hook(&self) -> Hook {
+        Hook { command: self.takeover_hook.clone(), bridge: self.service_bridge.clone() }
+    }
 }
 
 #[derive(Debug, Args)]
@@ -140,7 +150,8 @@ struct RunArguments {
 struct SpareArguments {
     #[command(flatten)]
     common: Common,
-    /// Address and port to listen on for primaries.
+    /// Address and port to listen on for primaries, and for spares once it is primary itself. With
+    /// --join alone, any port on any address.
     #[arg(long, required_unless_present = "join")]
     listen: Option<String>,
     /// A primary to dial instead of waiting for one (HOST:PORT).
@@ -221,12 +232,13 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     agent.face().settings = Some(settings.clone());
     let listener = arguments.listen.as_deref().map(TcpListener::bind).transpose();
     let listener = listener.context("listen for spares")?;
+    let hook = common.hook();
     let how = Launch {
         command: &arguments.command,
         directory: &arguments.directory,
         network: Network::Service(common.service_bridge.as_deref()),
     };
-    let (mut maker, init, network) = launch(&how, &settings)?;
+    let (mut maker, init) = launch(&how, &settings)?;
     maker.stop_and_copy = arguments.stop_and_copy;
     let (thinker, node) = (agent.clone(), agent.node);
     std::thread::Builder::new().name("brain".into()).spawn(move || {
@@ -246,8 +258,10 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         settings,
         maker,
         init,
-        network,
-        hearts: BTreeMap::new(),
+        hook,
+        reach: BTreeMap::new(),
+        switchover: Switchover::default(),
+        since_takeover: None,
         sent: BTreeMap::new(),
         committed: Epoch(0),
         told_refusal: String::new(),
@@ -266,9 +280,9 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
     let agent = Agent::new(security(common)?, HostRole::Spare, brain, owner, reporter)?;
     let listener = match &arguments.listen {
         Some(address) => {
-            Some(TcpListener::bind(address).with_context(|| format!("listen on {address}"))?)
+            TcpListener::bind(address).with_context(|| format!("listen on {address}"))?
         }
-        None => None,
+        None => TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"))?,
     };
     let (thinker, node) = (agent.clone(), agent.node);
     std::thread::Builder::new().name("brain".into()).spawn(move || {
@@ -276,31 +290,11 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
         brain::run(make, &events, &thinker.heart, &thinker.owner);
     })?;
     control::serve(&agent)?;
-    if let Some(primary) = arguments.join.clone() {
-        join(&agent, primary)?;
-    }
-    let bridge = common.service_bridge.clone();
-    let spare = Spare::new(agent, inbox, bridge, common.takeover_hook.clone());
-    spare.run(listener)
-}
-
-/// Dials a primary again and again, as long as we are a spare.
-fn join(agent: &Agent, primary: String) -> anyhow::Result<()> {
-    let agent = agent.clone();
-    std::thread::Builder::new().name("joiner".into()).spawn(move || {
-        let mut attempts = crate::alike::Attempts::new();
-        while agent.face().role == HostRole::Spare {
-            let met = hotspare_replica::Channel::connect(&primary, &agent.security)
-                .map_err(anyhow::Error::from)
-                .and_then(|channel| crate::spare::follow(&agent, channel));
-            let (news, wait) = attempts.ended(met, Duration::from_millis(500));
-            if let Some(text) = news {
-                agent.reporter.note(&format!("primary {primary}: {text}; trying again"));
-            }
-            std::thread::sleep(wait);
-        }
-    })?;
-    Ok(())
+    let spare = Spare::new(agent.clone(), inbox, common.hook());
+    // Whoever joins it when it is primary has to find it.
+    agent.listen(listener)?;
+    keep_joining(&agent, arguments.join.clone())?;
+    spare.run()
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The control socket: one line in, one line of JSON out.
 //!
 //! Each agent listens on `/run/hotspare/PID.sock`, which only root can open. It knows `status` and
-//! `switchover`.
+//! `switchover`, which is answered when its outcome is known.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,8 +11,11 @@ use anyhow::{Context, bail};
 use serde_json::{Value, json};
 
 use crate::agent::{Agent, Message};
+use crate::switchover::Asker;
 
 const DIRECTORY: &str = "/run/hotspare";
+/// Exit status of a switchover that came to nothing.
+const NOT_MOVED: u8 = 1;
 
 /// Answers on the control socket for as long as the program lives.
 pub fn serve(agent: &Agent) -> anyhow::Result<()> {
@@ -36,13 +39,28 @@ fn answer(agent: &Agent, stream: UnixStream) -> std::io::Result<()> {
     BufReader::new(&stream).read_line(&mut line)?;
     let answer = match line.trim() {
         "status" => agent.status(),
-        "switchover" => {
-            agent.owner.send(Message::Switchover);
-            json!({"asked": "switchover"})
-        }
+        "switchover" => return switch(agent, &stream),
         other => json!({"error": format!("unknown request {other:?}")}),
     };
     writeln!(&stream, "{answer}")
+}
+
+/// Asks for a switchover, waits for its outcome, and passes that on.
+fn switch(agent: &Agent, mut stream: &UnixStream) -> std::io::Result<()> {
+    let (asker, asked) = Asker::new();
+    agent.owner.send(Message::Switchover(asker));
+    let answer = match asked.outcome.recv() {
+        Ok(Ok(moved)) => json!({
+            "moved": true,
+            "stall_ms": moved.stall.as_secs_f64() * 1000.0,
+            "epoch": moved.epoch,
+        }),
+        Ok(Err(why)) => json!({"moved": false, "why": why}),
+        Err(_) => json!({"moved": false, "why": "the agent has ended"}),
+    };
+    let written = writeln!(stream, "{answer}");
+    drop(asked.passed_on);
+    written
 }
 
 /// The agents of this host with their answers to `request`.
@@ -111,6 +129,16 @@ pub fn switchover() -> anyhow::Result<u8> {
     writeln!(stream, "switchover")?;
     let mut line = String::new();
     BufReader::new(stream).read_line(&mut line)?;
-    println!("asked; the primary ends when the guest runs on the spare");
-    Ok(0)
+    let answer: Value = serde_json::from_str(&line).unwrap_or(Value::Null);
+    if answer["moved"] == true {
+        let (stall, epoch) = (&answer["stall_ms"], &answer["epoch"]);
+        let stall = stall.as_f64().unwrap_or_default();
+        println!("moved at epoch {epoch}: the guest stood still for {stall:.1} ms");
+        return Ok(0);
+    }
+    let why = answer["why"].as_str().unwrap_or(
+        "the primary ended without an answer; look at `hotspare status` on the host of the spare",
+    );
+    eprintln!("hotspare: the guest was not moved: {why}");
+    Ok(NOT_MOVED)
 }

@@ -9,6 +9,7 @@ use hotspare_files::ReplicatedDir;
 use hotspare_image::tree::{GuestPid, ProcessState};
 use hotspare_image::{Checkpoint, Epoch, NodeId, Position, Term};
 use hotspare_kernel::pidfd;
+use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::capture::shared::SharedTable;
 use hotspare_process::capture::{Captured, CheckpointRules};
 use hotspare_process::guest::Guest;
@@ -59,6 +60,10 @@ pub struct EpochMaker {
     /// Bytes sent to each spare when it last acknowledged a checkpoint.
     wire_bytes: BTreeMap<NodeId, u64>,
     alike: Alike,
+    /// The guest's address.
+    pub network: Option<ServiceNetwork>,
+    /// The next checkpoint is the last one.
+    hold: bool,
     open: Option<Open>,
 }
 
@@ -126,8 +131,17 @@ impl EpochMaker {
             stop_and_copy: false,
             wire_bytes: BTreeMap::new(),
             alike: Alike::new(settings.rules()),
+            network: None,
+            hold: false,
             open: None,
         }
+    }
+
+    /// Whether the next checkpoint is the last one: if it succeeds, the guest is cut off and stands
+    /// still after it.
+    pub fn hold(&mut self, hold: bool) {
+        self.hold = hold;
+        self.guest.hold_after_checkpoint(hold);
     }
 
     /// A spare must be told everything.
@@ -334,7 +348,7 @@ impl EpochMaker {
 
     fn take(&mut self) -> ObjectResult<Option<(Captured, Vec<hotspare_files::ChangeSet>)>> {
         let tries = self.open.as_ref().map_or(0, |open| open.tries);
-        let Self { guest, descriptors, sockets, ipc, directories, .. } = self;
+        let Self { guest, descriptors, sockets, ipc, directories, network, hold, .. } = self;
         let mut changes = Vec::new();
         let mut cut = || {
             for directory in directories.iter() {
@@ -344,6 +358,10 @@ impl EpochMaker {
             Ok(())
         };
         let mut objects = |guest: &Guest, shared: &mut SharedTable, checkpoint: &mut Checkpoint| {
+            if let Some(network) = network.as_mut().filter(|_| *hold) {
+                let cut = network.withdraw();
+                cut.map_err(|e| ObjectError::refused("the service address", e.to_string()))?;
+            }
             ipc.capture_into(shared, checkpoint)?;
             take_descriptors(guest, shared, checkpoint, descriptors, sockets)
         };

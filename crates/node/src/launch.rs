@@ -47,10 +47,7 @@ pub fn outside() -> anyhow::Result<Vec<OutsideDescriptor>> {
 }
 
 /// Starts the program; it runs when this returns.
-pub fn launch(
-    how: &Launch<'_>,
-    settings: &Settings,
-) -> anyhow::Result<(EpochMaker, Init, Option<ServiceNetwork>)> {
+pub fn launch(how: &Launch<'_>, settings: &Settings) -> anyhow::Result<(EpochMaker, Init)> {
     let (directories, mounts, writable) = serve_files(settings, Role::Primary)?;
     let mut config = InitConfig::default();
     config.surroundings.writable = writable;
@@ -90,8 +87,8 @@ pub fn launch(
         names.nodename().to_string_lossy().into_owned(),
         names.domainname().to_string_lossy().into_owned(),
     );
-    maker.term = Term(1);
-    Ok((maker, init, network))
+    (maker.term, maker.network) = (Term(1), network);
+    Ok((maker, init))
 }
 
 fn bring_up(

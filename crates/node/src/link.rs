@@ -50,7 +50,9 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     greeting.await_spare()?;
     let node = greeting.peer.node;
     let heart = SocketAddr::new(peer_address.ip(), greeting.peer.heart_port);
+    let listens = greeting.peer.listen_port.map(|port| SocketAddr::new(peer_address.ip(), port));
     let (answer, decision) = mpsc::channel::<Decision>();
+    let stream = agent.open_stream(node);
     agent.face().waiting.push((node, answer));
     agent.brain.tell(Event::SpareJoined(node));
     let Some((rank, term)) = decision.recv_timeout(DECISION).ok().flatten() else {
@@ -75,18 +77,18 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
         let _ = writer.run();
         hangup.hang_up();
     })?;
-    agent.owner.send(Message::SpareIn(Box::new(SpareIn { node, sender, heart })));
+    let spare = SpareIn { node, sender, heart, listens, stream };
+    agent.owner.send(Message::SpareIn(Box::new(spare)));
     let mut differ = None;
     let how = loop {
         match replies.next() {
             Ok(Reply::Committed(committed)) => {
                 let position = committed.position();
-                agent.brain.tell(Event::SpareAcknowledged { node, position });
+                agent.tell_of(node, stream, Event::SpareAcknowledged { node, position });
                 agent.owner.send(Message::Acknowledged(node, position));
             }
             Ok(Reply::SwitchoverRefused(why)) => {
-                agent.reporter.note(&format!("the spare declines the switchover: {why}"));
-                agent.owner.send(Message::SwitchoverRefused(node));
+                agent.owner.send(Message::SwitchoverRefused(node, why));
             }
             Ok(Reply::Goodbye(goodbye)) => {
                 if goodbye.code == GoodbyeCode::Files {
@@ -102,7 +104,7 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
             }
         }
     };
-    agent.owner.send(Message::SpareOut(node));
-    agent.brain.tell(Event::StreamClosed { peer: node, how });
+    agent.owner.send(Message::SpareOut(node, stream));
+    agent.tell_of(node, stream, Event::StreamClosed { peer: node, how });
     differ.map_or(Ok(()), |differ| Err(differ.into()))
 }

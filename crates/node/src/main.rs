@@ -9,6 +9,8 @@ mod control;
 mod epoch;
 mod facts;
 mod features;
+mod hooks;
+mod join;
 mod launch;
 mod link;
 mod look;
@@ -20,6 +22,7 @@ mod primary;
 mod report;
 mod settings;
 mod spare;
+mod switchover;
 mod takeover;
 mod trial;
 

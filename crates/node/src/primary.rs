@@ -1,27 +1,30 @@
 //! The primary: runs the guest, checkpoints it, keeps spares.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
-use hotspare_cluster::{Action, Event, FenceCause};
+use anyhow::Context;
+use hotspare_cluster::{Action, DropCause, Event, FenceCause};
 use hotspare_image::{Epoch, NodeId, Position, Term};
-use hotspare_net::takeover::ServiceNetwork;
+use hotspare_net::hook::HookEvent;
 use hotspare_process::init::Init;
 use hotspare_replica::message::SwitchoverOffer;
 use hotspare_replica::{Goodbye, GoodbyeCode, MemberEntry};
 
-use crate::agent::{Agent, Message, SpareIn};
+use crate::agent::{Agent, Message, SpareIn, StreamId};
 use crate::epoch::{Attempt, EpochMaker, Obstacle, Taken};
+use crate::hooks::Hook;
 use crate::mailbox::Inbox;
 use crate::patience::Patience;
-use crate::report::EpochLine;
+use crate::report::{End, EpochLine};
 use crate::settings::Settings;
+use crate::switchover::Switchover;
 
 /// How soon an attempt that met a passing obstacle is repeated.
 const AGAIN: Duration = Duration::from_millis(2);
-/// Longest wait for the last checkpoint of a switchover.
-const HANDOVER: Duration = Duration::from_secs(2);
+/// How long the last words to the spares may take.
+const LAST_WORDS: Duration = Duration::from_secs(10);
 
 /// A running guest and its protection.
 pub struct Primary {
@@ -31,8 +34,12 @@ pub struct Primary {
     pub maker: EpochMaker,
     /// PID 1 of the guest; its end is the guest's.
     pub init: Init,
-    pub network: Option<ServiceNetwork>,
-    pub hearts: BTreeMap<NodeId, std::net::SocketAddr>,
+    pub hook: Hook,
+    /// How the spares can be reached, by hosts and by us.
+    pub reach: BTreeMap<NodeId, Reach>,
+    pub switchover: Switchover,
+    /// When this host took over, if it did.
+    pub since_takeover: Option<Instant>,
     pub sent: BTreeMap<Position, EpochLine>,
     /// The last checkpoint that a spare has acknowledged.
     pub committed: Epoch,
@@ -40,6 +47,13 @@ pub struct Primary {
     pub patience: Patience,
     /// It has been said that checkpoints do not come.
     pub told_late: bool,
+}
+
+/// How a spare can be reached.
+pub struct Reach {
+    heart: SocketAddr,
+    listens: Option<SocketAddr>,
+    stream: StreamId,
 }
 
 impl Primary {
@@ -52,8 +66,11 @@ impl Primary {
             let wait = next.saturating_duration_since(Instant::now());
             self.maker.guest.pump(&[self.inbox.bell()], wait)?;
             for message in self.inbox.take() {
-                if matches!(message, Message::SpareIn(_)) {
-                    // However long an epoch is: nobody waits unprotected for its end.
+                if matches!(
+                    message,
+                    Message::SpareIn(_) | Message::Act(Action::FreezeGuest { .. }, _)
+                ) {
+                    // However long an epoch is: nobody waits for its end.
                     next = Instant::now();
                 }
                 if let Some(status) = self.handle(message)? {
@@ -66,7 +83,13 @@ impl Primary {
             if Instant::now() < next {
                 continue;
             }
-            next = Instant::now() + self.take_epoch();
+            next = Instant::now()
+                + match (self.is_freezing(), self.is_frozen()) {
+                    (true, _) => self.try_freeze()?,
+                    // Its last checkpoint has been taken.
+                    (false, true) => self.settings.epoch,
+                    (false, false) => self.take_epoch(),
+                };
         }
     }
 
@@ -108,7 +131,8 @@ impl Primary {
         wait
     }
 
-    fn note_taken(&mut self, taken: &Taken) {
+    /// Notes a checkpoint; when the guest was stopped for it.
+    pub fn note_taken(&mut self, taken: &Taken) -> Instant {
         self.agent.brain.tell(Event::CheckpointTaken(taken.position));
         let offset = self.maker.offsets.monotonic_ns;
         let stop = taken.captured.checkpoint.clocks.monotonic_ns.wrapping_add_signed(-offset);
@@ -129,6 +153,10 @@ impl Primary {
             face.spares = self.maker.spares.len();
         }
         tracing::debug!(parts = ?taken.captured.parts, "pause");
+        let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
+        let now_ns = now.map_or(0, |now| now.tv_sec() * 1_000_000_000 + now.tv_nsec());
+        let age = Duration::from_nanos((now_ns as u64).saturating_sub(stop));
+        Instant::now().checked_sub(age).unwrap_or_else(Instant::now)
     }
 
     fn handle(&mut self, message: Message) -> anyhow::Result<Option<u8>> {
@@ -136,15 +164,16 @@ impl Primary {
             Message::Act(action, _) => return self.act(action),
             Message::SpareIn(spare) => self.spare_in(*spare)?,
             Message::Acknowledged(node, position) => self.acknowledged(node, position),
-            Message::SpareOut(node) => {
-                self.maker.spares.remove(&node);
-                self.hearts.remove(&node);
+            Message::SpareOut(node, stream) => {
+                if self.reach.get(&node).is_some_and(|reach| reach.stream == stream) {
+                    self.maker.spares.remove(&node);
+                    self.reach.remove(&node);
+                }
             }
-            Message::SwitchoverRefused(node) => {
-                self.agent.brain.tell(Event::SwitchoverRefused(node));
-            }
-            Message::Switchover => self.agent.brain.tell(Event::SwitchoverAsked(None)),
+            Message::SwitchoverRefused(node, why) => self.switchover_refused(node, why),
+            Message::Switchover(asker) => self.switchover_asked(asker),
             Message::Heard(_)
+            | Message::Offered(..)
             | Message::Joined(_)
             | Message::Checkpoint(..)
             | Message::PrimaryOut(..)
@@ -154,7 +183,8 @@ impl Primary {
     }
 
     fn spare_in(&mut self, spare: SpareIn) -> anyhow::Result<()> {
-        self.hearts.insert(spare.node, spare.heart);
+        let SpareIn { heart, listens, stream, .. } = spare;
+        self.reach.insert(spare.node, Reach { heart, listens, stream });
         self.maker.begin_full();
         self.maker.spares.insert(spare.node, spare.sender);
         Ok(())
@@ -181,7 +211,7 @@ impl Primary {
             Action::AcceptSpare { node, rank, term } => self.answer(node, Some((rank, term))),
             Action::RefuseSpare(node) => self.answer(node, None),
             Action::DropSpare { node, cause } => {
-                let text = format!("dropped: {cause:?}");
+                let text = drop_text(cause).to_owned();
                 if let Some(spare) = self.maker.spares.remove(&node) {
                     let _ = spare.goodbye(&Goodbye { code: GoodbyeCode::Dropped, text });
                 }
@@ -195,16 +225,21 @@ impl Primary {
                     let _ = spare.guest_died();
                 }
             }
-            Action::EndProtection => self.say_goodbye("the guest has ended"),
-            Action::FreezeGuest { .. } => self.freeze()?,
+            Action::EndProtection => {
+                self.say_goodbye(GoodbyeCode::GuestEnded, "the guest has ended");
+            }
+            Action::FreezeGuest { to } => self.freeze(to),
             Action::OfferSwitchover { to, term, position } => {
                 if let Some(spare) = self.maker.spares.get(&to) {
                     let _ = spare.offer_switchover(SwitchoverOffer { term, position });
                 }
             }
-            Action::ThawGuest { term } => self.set_term(term),
-            Action::SwitchoverImpossible => {
-                self.agent.reporter.note("no spare is fit to take over; nothing was changed");
+            Action::ThawGuest { term } => self.thaw(term)?,
+            Action::SwitchoverImpossible => self.switchover_impossible(),
+            Action::AnnounceAgain => {
+                if let Some(network) = self.maker.network.as_mut().filter(|n| n.is_announced()) {
+                    network.announce().context("announce the service address again")?;
+                }
             }
             Action::SendBeat(_)
             | Action::RequestTerm { .. }
@@ -219,7 +254,7 @@ impl Primary {
         Ok(None)
     }
 
-    fn set_term(&mut self, term: Term) {
+    pub fn set_term(&mut self, term: Term) {
         self.maker.term = term;
         self.agent.face().term = term;
     }
@@ -235,58 +270,67 @@ impl Primary {
     }
 
     fn tell_members(&self, members: &[hotspare_cluster::Member]) {
-        let entries: Vec<MemberEntry> = members
-            .iter()
-            .map(|member| MemberEntry {
+        self.agent.face().ready = members.iter().filter(|member| member.ready).count();
+        let entry = |member: &hotspare_cluster::Member| {
+            let reach = self.reach.get(&member.node);
+            MemberEntry {
                 node: member.node,
                 rank: member.rank,
                 ready: member.ready,
-                heart: self.hearts.get(&member.node).map(ToString::to_string).unwrap_or_default(),
-                listens: None,
-            })
-            .collect();
+                heart: reach.map(|reach| reach.heart.to_string()).unwrap_or_default(),
+                listens: reach.and_then(|reach| Some(reach.listens?.to_string())),
+            }
+        };
+        let entries: Vec<MemberEntry> = members.iter().map(entry).collect();
         for spare in self.maker.spares.values() {
             let _ = spare.members(&entries);
         }
     }
 
-    /// The last checkpoint before a switchover: the guest does not run on after it.
-    fn freeze(&mut self) -> anyhow::Result<()> {
-        let deadline = Instant::now() + HANDOVER;
-        while Instant::now() < deadline {
-            self.maker.sockets.next_is_exact();
-            match self.maker.attempt()? {
-                Attempt::Later(_) => drop(self.maker.guest.pump(&[], AGAIN)?),
-                Attempt::Taken(taken) => {
-                    self.note_taken(&taken);
-                    self.agent.brain.tell(Event::GuestFrozen(taken.position));
-                    return Ok(());
-                }
-            }
-        }
-        bail!("no checkpoint could be taken for the switchover")
-    }
-
     fn fence(&mut self, cause: FenceCause) -> anyhow::Result<Option<u8>> {
-        if let Some(network) = self.network.as_mut() {
+        if let Some(network) = self.maker.network.as_mut() {
             network.withdraw().context("withdraw the service address")?;
         }
         self.maker.guest.kill();
+        let switched = cause == FenceCause::SwitchedOver;
+        if switched {
+            self.switched_over();
+        } else {
+            self.answer_asker(Err(format!("this host is primary no longer ({cause:?})")));
+        }
         self.agent.reporter.note(&match cause {
             FenceCause::SwitchedOver => "the guest runs on the spare now".to_owned(),
+            FenceCause::NewerReign(term) => format!(
+                "another host has taken over (term {}): the guest here is stopped, what it did \
+                 since then is lost",
+                term.0
+            ),
             other => format!("this host does not run the guest any more: {other:?}"),
         });
-        Ok(Some(if cause == FenceCause::SwitchedOver { 0 } else { 75 }))
+        self.say_goodbye(GoodbyeCode::SteppedDown, "this host is primary no longer");
+        let term = self.maker.term;
+        self.hook.run(HookEvent::Release, &self.settings, term, &self.agent.reporter);
+        Ok(Some(if switched { 0 } else { 75 }))
     }
 
-    fn say_goodbye(&self, text: &str) {
-        let goodbye = Goodbye { code: GoodbyeCode::GuestEnded, text: text.to_owned() };
+    fn say_goodbye(&self, code: GoodbyeCode, text: &str) {
+        let goodbye = Goodbye { code, text: text.to_owned() };
         for spare in self.maker.spares.values() {
             let _ = spare.goodbye(&goodbye);
         }
     }
 
-    fn guest_ended(self) -> anyhow::Result<u8> {
+    /// Waits until what the spares are to know has left: a spare that does not hear of the guest's
+    /// end would take over.
+    fn last_words(&self) {
+        let deadline = Instant::now() + LAST_WORDS;
+        let waiting = || self.maker.spares.values().any(|spare| spare.broken().is_none());
+        while waiting() && Instant::now() < deadline {
+            std::thread::sleep(AGAIN);
+        }
+    }
+
+    fn guest_ended(mut self) -> anyhow::Result<u8> {
         let status = self.maker.guest.root_status().unwrap_or(0);
         let code = if libc::WIFEXITED(status) {
             libc::WEXITSTATUS(status) as u8
@@ -294,17 +338,42 @@ impl Primary {
             128 + libc::WTERMSIG(status) as u8
         };
         // A program that the kernel killed (out of memory, kill -9) may go on elsewhere.
-        if libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL {
+        let killed = libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL;
+        if killed {
             self.agent.brain.tell(Event::GuestDied);
             for spare in self.maker.spares.values() {
                 let _ = spare.guest_died();
             }
+            self.say_goodbye(GoodbyeCode::SteppedDown, "the guest was killed");
         } else {
             self.agent.brain.tell(Event::GuestEnded);
-            self.say_goodbye("the guest has ended");
+            self.say_goodbye(GoodbyeCode::GuestEnded, "the guest has ended");
         }
-        self.agent.reporter.exit(code);
+        self.agent.reporter.end(&End {
+            status,
+            code,
+            goes_on: killed && self.agent.face().ready > 0,
+            since_takeover: self.since_takeover.map(|since| since.elapsed()),
+        });
+        self.answer_asker(Err("the guest has ended".into()));
+        self.last_words();
+        if killed && let Some(network) = self.maker.network.as_mut() {
+            network.withdraw().context("withdraw the service address")?;
+            let term = self.maker.term;
+            self.hook.run(HookEvent::Release, &self.settings, term, &self.agent.reporter);
+        }
         drop(self.maker);
         Ok(code)
+    }
+}
+
+/// Why a spare is dropped, for people.
+fn drop_text(cause: DropCause) -> &'static str {
+    match cause {
+        DropCause::Silent => "the primary does not hear this spare's heartbeats any more",
+        DropCause::NeverHeard => {
+            "the primary has never heard a heartbeat of this spare: does a firewall drop UDP?"
+        }
+        DropCause::NewTerm => "the primary goes on in a new term; join again",
     }
 }

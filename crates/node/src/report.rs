@@ -37,6 +37,53 @@ pub struct Failover {
     pub term: u64,
 }
 
+/// The end of a guest.
+#[derive(Clone, Copy, Debug)]
+pub struct End {
+    /// wait(2) status of the program.
+    pub status: i32,
+    /// As a shell gives it.
+    pub code: u8,
+    /// A spare goes on with it.
+    pub goes_on: bool,
+    /// How long ago this host took over, if it did.
+    pub since_takeover: Option<Duration>,
+}
+
+/// An end so soon after a takeover may have to do with it.
+const SOON: Duration = Duration::from_secs(10);
+
+impl std::fmt::Display for End {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if !libc::WIFSIGNALED(self.status) {
+            return write!(f, "the guest ended with status {}", self.code);
+        }
+        let number = libc::WTERMSIG(self.status);
+        let signal = nix::sys::signal::Signal::try_from(number);
+        let signal = signal.map_or(format!("signal {number}"), |signal| signal.to_string());
+        if number == libc::SIGKILL && self.goes_on {
+            return write!(f, "the guest was killed (SIGKILL); a spare goes on with it");
+        }
+        if number == libc::SIGKILL {
+            return write!(
+                f,
+                "THE GUEST IS LOST: it was killed (SIGKILL, by hand or for want of memory) and no \
+                 spare was ready to go on with it; start it again with `hotspare run`"
+            );
+        }
+        write!(f, "the guest was ended by {signal}")?;
+        match self.since_takeover.filter(|since| *since < SOON) {
+            Some(since) => write!(
+                f,
+                " {:.1} s after this host took it over: it may not have survived the move; see \
+                 LIMITS.md for what changes",
+                since.as_secs_f64()
+            ),
+            None => Ok(()),
+        }
+    }
+}
+
 /// A committed checkpoint.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct EpochLine {
@@ -171,11 +218,10 @@ impl Reporter {
     }
 
     /// The guest has ended.
-    pub fn exit(&self, status: u8) {
+    pub fn end(&self, end: &End) {
         if self.json {
-            self.line(&json!({"event": "exit", "status": status}).to_string());
-        } else {
-            self.note(&format!("the guest ended with status {status}"));
+            self.line(&json!({"event": "exit", "status": end.code}).to_string());
         }
+        self.note(&end.to_string());
     }
 }

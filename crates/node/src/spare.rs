@@ -1,6 +1,5 @@
 //! The spare: follows a primary, keeps the ghost, takes over.
 
-use std::net::TcpListener;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,13 +13,15 @@ use hotspare_process::ghost::{Ghost, GhostConfig, clock_offsets};
 use hotspare_process::init::{ClockOffsets, InitConfig, WritablePath};
 use hotspare_process::pages::{Content, PageRun};
 use hotspare_replica::heartbeat::HeartKey;
+use hotspare_replica::message::{Refuse, RefuseCode, SwitchoverOffer};
 use hotspare_replica::{
-    Channel, Goodbye, GoodbyeCode, Greeting, Incoming, Receiver, Replier, StagedCheckpoint,
+    Channel, Goodbye, GoodbyeCode, Greeting, Hello, Incoming, Receiver, Replier, StagedCheckpoint,
     StagingLimits, closed,
 };
 
-use crate::agent::{Agent, Joined, Message};
+use crate::agent::{Agent, Joined, Message, StreamId};
 use crate::alike::{Comparison, FilesDiffer};
+use crate::hooks::Hook;
 use crate::mailbox::{Inbox, Room};
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY};
 use crate::settings::Settings;
@@ -36,7 +37,15 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     let peer = channel.peer();
     let own = agent.hello();
     let ours = agent.facts.clone();
-    let greeting = Greeting::exchange(channel, &own, move |peer| facts::judge(&ours, &peer.facts))?;
+    let back_off = agent.face().back_off.wait(Instant::now());
+    let judge = move |peer: &Hello| match back_off {
+        Some(wait) => Err(Refuse {
+            code: RefuseCode::Busy,
+            text: format!("this spare has lost its ghost again; it takes a new one in {wait:.1?}"),
+        }),
+        None => facts::judge(&ours, &peer.facts),
+    };
+    let greeting = Greeting::exchange(channel, &own, judge)?;
     let (channel, welcome, hello) = greeting.join(own.term)?;
     let settings = Settings::from_pairs(&welcome.settings)?;
     let key: HeartKey = welcome
@@ -46,11 +55,16 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
         .context("the primary gave no key for heartbeats")?;
     agent.set_key(key);
     agent.add_peer(hello.node, std::net::SocketAddr::new(peer.ip(), hello.heart_port));
-    let (read, write, _hangup) = channel.split().context("split the stream")?;
+    if let Some(port) = hello.listen_port {
+        let listens = std::net::SocketAddr::new(peer.ip(), port);
+        agent.face().listens.insert(hello.node, listens);
+    }
+    let (read, write, hangup) = channel.split().context("split the stream")?;
     let replier = Arc::new(Mutex::new(Replier::new(write)));
     let (node, term, rank) = (hello.node, welcome.term, welcome.rank);
+    let stream = agent.attach();
     agent.brain.tell(Event::Joined { primary: node, term, rank });
-    let joined = Joined { term, settings, replier: replier.clone() };
+    let joined = Joined { primary: node, term, settings, replier: replier.clone(), stream, hangup };
     agent.owner.send(Message::Joined(Box::new(joined)));
     let mut receiver = Receiver::new(read, StagingLimits::default());
     let room = Room::new(STAGED_MAX);
@@ -74,26 +88,36 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
                         path.display()
                     ));
                 }
-                if let Some(text) = take(agent, node, &room, incoming) {
+                if let Some(text) = take(agent, (node, stream), &room, incoming) {
                     break (text, Closed::Goodbye);
                 }
             }
             Err(error) => break (error.to_string(), closed(&error)),
         }
     };
-    agent.brain.tell(Event::StreamClosed { peer: node, how });
+    let current = agent.detach(stream);
+    if current {
+        agent.brain.tell(Event::StreamClosed { peer: node, how });
+    }
     if let Some(differ) = differ {
         return Err(differ.into());
     }
-    agent.owner.send(Message::PrimaryOut(text, how));
+    if current {
+        agent.owner.send(Message::PrimaryOut(stream, text, how));
+    }
     Ok(())
 }
 
 /// Handles one thing the primary sent; some text if that was a goodbye.
-fn take(agent: &Agent, node: NodeId, room: &Room, incoming: Incoming) -> Option<String> {
+fn take(
+    agent: &Agent,
+    (node, stream): (NodeId, StreamId),
+    room: &Room,
+    incoming: Incoming,
+) -> Option<String> {
     match incoming {
         Incoming::Checkpoint(staged) => {
-            agent.owner.send(Message::Checkpoint(staged, room.place()));
+            agent.owner.send(Message::Checkpoint(stream, staged, room.place()));
         }
         Incoming::Aborted(_) | Incoming::Files(_) | Incoming::Event(_) | Incoming::Packet(_) => {}
         Incoming::Members(entries) => {
@@ -106,14 +130,13 @@ fn take(agent: &Agent, node: NodeId, room: &Room, incoming: Incoming) -> Option<
                 if let Some(address) = entry.heart_address() {
                     agent.add_peer(entry.node, address);
                 }
+                if let Some(listens) = entry.listens.as_ref().and_then(|at| at.parse().ok()) {
+                    agent.face().listens.insert(entry.node, listens);
+                }
             }
             agent.brain.tell(Event::Members(entries.iter().map(member).collect()));
         }
-        Incoming::SwitchoverOffer(offer) => agent.brain.tell(Event::SwitchoverOffered {
-            from: node,
-            term: offer.term,
-            position: offer.position,
-        }),
+        Incoming::SwitchoverOffer(offer) => agent.owner.send(Message::Offered(node, offer)),
         Incoming::GuestDied => agent.brain.tell(Event::PrimaryLostGuest(node)),
         Incoming::Goodbye(goodbye) => {
             if goodbye.code == hotspare_replica::GoodbyeCode::GuestEnded {
@@ -135,8 +158,7 @@ fn acknowledge(replier: &Mutex<Replier<hotspare_replica::WriteHalf>>, staged: &S
 pub struct Spare {
     pub agent: Agent,
     pub inbox: Inbox<Message>,
-    pub bridge: Option<String>,
-    pub hook: Option<String>,
+    pub hook: Hook,
     pub following: Option<Joined>,
     pub ghost: Option<Held>,
     pub heard: Option<Instant>,
@@ -165,21 +187,13 @@ pub struct Held {
 
 impl Spare {
     /// A spare that follows nobody yet.
-    pub fn new(
-        agent: Agent,
-        inbox: Inbox<Message>,
-        bridge: Option<String>,
-        hook: Option<String>,
-    ) -> Self {
+    pub fn new(agent: Agent, inbox: Inbox<Message>, hook: Hook) -> Self {
         let (following, ghost, heard, over) = (None, None, None, None);
-        Self { agent, inbox, bridge, hook, following, ghost, heard, over }
+        Self { agent, inbox, hook, following, ghost, heard, over }
     }
 
     /// Follows until the guest is over, or takes over and goes on as the primary.
-    pub fn run(mut self, listener: Option<TcpListener>) -> anyhow::Result<u8> {
-        if let Some(listener) = listener {
-            self.agent.listen(listener)?;
-        }
+    pub fn run(mut self) -> anyhow::Result<u8> {
         let news = hotspare_kernel::news::News::new()?;
         loop {
             news.wait(&[self.inbox.bell()], PATIENCE)?;
@@ -203,25 +217,70 @@ impl Spare {
             Message::Act(action, at) => {
                 return Ok(self.act(action).map(|term| Decision { term, at }));
             }
-            Message::Joined(joined) => {
-                self.agent.face().term = joined.term;
-                self.following = Some(*joined);
+            Message::Joined(joined) => self.join(*joined),
+            Message::Checkpoint(stream, staged, _place) => {
+                if self.following.as_ref().is_some_and(|joined| joined.stream == stream) {
+                    self.take_checkpoint(*staged);
+                }
             }
-            Message::Checkpoint(staged, _place) => self.take_checkpoint(*staged),
-            Message::PrimaryOut(text, how) => {
-                self.agent.reporter.note(&format!("the stream ended ({how:?}): {text}"));
+            Message::Offered(from, SwitchoverOffer { term, position }) => {
+                self.agent.brain.tell(Event::SwitchoverOffered { from, term, position });
+            }
+            Message::PrimaryOut(stream, text, how) => {
+                if self.following.as_ref().is_some_and(|joined| joined.stream == stream) {
+                    self.agent.reporter.note(&format!("the stream ended ({how:?}): {text}"));
+                }
             }
             Message::GuestOver(text) => self.over = Some(text),
             Message::Heard(at) => self.heard = Some(at),
-            Message::Switchover => {
-                self.agent.reporter.note("this host does not run the guest; ask the primary");
+            Message::Switchover(asker) => {
+                let why = "this host does not run the guest; ask on the host of the primary";
+                asker.answer(Err(why.to_owned()));
             }
             Message::SpareIn(_)
             | Message::Acknowledged(..)
-            | Message::SpareOut(_)
-            | Message::SwitchoverRefused(_) => {}
+            | Message::SpareOut(..)
+            | Message::SwitchoverRefused(..) => {}
         }
         Ok(None)
+    }
+
+    /// Follows this stream, unless it is of an older reign than the one followed.
+    fn join(&mut self, joined: Joined) {
+        if self.following.as_ref().is_some_and(|before| before.term > joined.term) {
+            return joined.leave(&self.agent, "this spare follows a newer primary");
+        }
+        let mut face = self.agent.face();
+        face.term = joined.term;
+        face.back_off.joined(Instant::now());
+        drop(face);
+        if let Some(before) = self.following.replace(joined) {
+            before.hangup.hang_up();
+        }
+    }
+
+    /// Where the primary to join listens; the one that dials.
+    fn look_for(&self, primary: NodeId) {
+        let mut face = self.agent.face();
+        face.join = face.listens.get(&primary).copied();
+        let known = face.join.is_some();
+        drop(face);
+        if !known {
+            let note = "the primary cannot be dialled (it told no port); waiting for it to dial";
+            self.agent.reporter.note(note);
+        }
+    }
+
+    /// The ghost is of no use any more: leaves the primary, to begin anew.
+    fn lose_ghost(&mut self, why: &str) {
+        self.agent.reporter.note(&format!("the ghost is lost, a new one is wanted: {why}"));
+        self.ghost = None;
+        self.agent.brain.tell(Event::GhostLost);
+        self.agent.face().back_off.lost(Instant::now());
+        let Some(joined) = self.following.take() else { return };
+        let (peer, how) = (joined.primary, Closed::ByUs);
+        joined.leave(&self.agent, &format!("its ghost is lost: {why}"));
+        self.agent.brain.tell(Event::StreamClosed { peer, how });
     }
 
     fn act(&mut self, action: Action) -> Option<Term> {
@@ -241,15 +300,14 @@ impl Spare {
             }
             Action::RefuseSwitchover { .. } => {
                 if let Some(joined) = &self.following {
-                    let mut to = joined.replier.lock().unwrap_or_else(PoisonError::into_inner);
-                    let _ = to.refuse_switchover("this spare has no ghost of that checkpoint");
+                    joined.decline("it has no ghost of that checkpoint");
                 }
             }
             Action::Fence(cause) => note(format!("fenced: {cause:?}")),
+            Action::Join { primary, .. } => self.look_for(primary),
             Action::SendBeat(_)
             | Action::RequestTerm { .. }
             | Action::RenewTerm(_)
-            | Action::Join { .. }
             | Action::AcceptSpare { .. }
             | Action::DropSpare { .. }
             | Action::TellMembers(_)
@@ -260,6 +318,7 @@ impl Spare {
             | Action::FreezeGuest { .. }
             | Action::OfferSwitchover { .. }
             | Action::SwitchoverImpossible
+            | Action::AnnounceAgain
             | Action::ThawGuest { .. } => {}
         }
         None
@@ -280,11 +339,7 @@ impl Spare {
                     acknowledge(&joined.replier, &staged);
                 }
             }
-            Err(error) => {
-                self.agent.reporter.note(&format!("the ghost is lost: {error:#}"));
-                self.ghost = None;
-                self.agent.brain.tell(Event::GhostLost);
-            }
+            Err(error) => self.lose_ghost(&format!("{error:#}")),
         }
     }
 
@@ -293,7 +348,8 @@ impl Spare {
         if staged.is_full() {
             self.ghost = None;
             let settings = &self.following.as_ref().context("nobody is followed")?.settings;
-            self.ghost = Some(Held::new(&checkpoint, settings.clone(), self.bridge.as_deref())?);
+            self.ghost =
+                Some(Held::new(&checkpoint, settings.clone(), self.hook.bridge.as_deref())?);
         }
         let held = self.ghost.as_mut().context("there is no ghost to apply it to")?;
         held.apply_files(staged).context("apply file changes")?;

@@ -8,10 +8,10 @@ use anyhow::Context;
 use hotspare_cluster::Event;
 use hotspare_image::memory::SharedId;
 use hotspare_image::tree::{GuestPid, ProcessState};
-use hotspare_image::{Checkpoint, Epoch, Term};
+use hotspare_image::{Checkpoint, Epoch};
 use hotspare_kernel::HostPid;
 use hotspare_net::go_live::GoLiveWatch;
-use hotspare_net::hook::{self, HookCall, HookEvent};
+use hotspare_net::hook::HookEvent;
 use hotspare_process::guest::Guest;
 use hotspare_process::objects::ipc::{self, IpcCapture};
 use hotspare_process::objects::restore::{self, GhostParts, RestoreContext, Restored, restore_all};
@@ -23,10 +23,12 @@ use crate::launch::outside;
 use crate::primary::Primary;
 use crate::report::Failover;
 use crate::spare::{Decision, Held, Spare};
+use crate::switchover::Switchover;
 
 /// How long connections are watched for peers that have moved past the checkpoint.
 const WATCH: Duration = Duration::from_secs(5);
-const HOOK_PATIENCE: Duration = Duration::from_secs(10);
+/// Some heartbeats' time.
+const LAST_BEATS: Duration = Duration::from_millis(200);
 
 struct Parts<'a> {
     hosts: BTreeMap<GuestPid, HostPid>,
@@ -50,11 +52,22 @@ impl GhostParts for Parts<'_> {
 ///
 /// The steps in order, and their undo: until the release, dropping the ghost ends it and nothing
 /// has left this host but an announcement of the address.
-pub fn take_over(spare: Spare, decision: Decision) -> anyhow::Result<Primary> {
+pub fn take_over(mut spare: Spare, decision: Decision) -> anyhow::Result<Primary> {
     let began = Instant::now();
     let brain = spare.agent.brain.clone();
+    let following = spare.following.take();
     let taken = try_take_over(spare, decision, began);
-    brain.tell(if taken.is_ok() { Event::TakeoverDone } else { Event::TakeoverFailed });
+    let Err(error) = &taken else {
+        brain.tell(Event::TakeoverDone);
+        return taken;
+    };
+    // A primary that has switched over keeps its guest until it knows.
+    if let Some(joined) = following {
+        joined.decline(&format!("the takeover failed: {error:#}"));
+    }
+    brain.tell(Event::TakeoverFailed);
+    // The other spares hear it from the heart, which ends with this program.
+    std::thread::sleep(LAST_BEATS);
     taken.context("take over")
 }
 
@@ -99,7 +112,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     spare.agent.reporter.failover(&failover);
     tracing::info!(parts = ?released.parts, "finalised");
     watch_connections(watch);
-    run_hook(&spare, &settings, term);
+    spare.hook.spawn(HookEvent::Takeover, &settings, term, &spare.agent.reporter);
     {
         let mut face = spare.agent.face();
         face.role = HostRole::Primary;
@@ -108,15 +121,17 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     }
     let mut maker = EpochMaker::new(guest, &settings, outside()?, sockets, queues);
     (maker.offsets, maker.directories, maker.names) = (offsets, directories, image.names);
-    (maker.term, maker.epoch) = (term, epoch);
+    (maker.term, maker.epoch, maker.network) = (term, epoch, network);
     Ok(Primary {
         agent: spare.agent,
         inbox: spare.inbox,
         settings,
         maker,
         init: released.init,
-        network,
-        hearts: BTreeMap::new(),
+        hook: spare.hook,
+        reach: BTreeMap::new(),
+        switchover: Switchover::default(),
+        since_takeover: Some(Instant::now()),
         sent: BTreeMap::new(),
         committed: Epoch(0),
         told_refusal: String::new(),
@@ -162,20 +177,4 @@ fn watch_connections(watch: Option<GoLiveWatch>) {
         Err(error) => tracing::warn!(%error, "connections could not be watched"),
     };
     let _ = std::thread::Builder::new().name("go-live".into()).spawn(watching);
-}
-
-fn run_hook(spare: &Spare, settings: &crate::settings::Settings, term: Term) {
-    let Some(command) = spare.hook.clone() else { return };
-    let address = settings.service.map(|service| service.address.to_string()).unwrap_or_default();
-    let (guest, reporter) = (settings.guest.clone(), spare.agent.reporter.clone());
-    let interface = spare.bridge.clone().unwrap_or_default();
-    let call = move || {
-        let event = HookEvent::Takeover;
-        let (address, guest, interface) = (&*address, &*guest, &*interface);
-        let call = HookCall { event, term, address, guest, interface };
-        if let Err(error) = hook::run(&command, &call, HOOK_PATIENCE) {
-            reporter.note(&format!("the takeover hook: {error}"));
-        }
-    };
-    let _ = std::thread::Builder::new().name("hook".into()).spawn(call);
 }

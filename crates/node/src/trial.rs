@@ -27,7 +27,7 @@ pub fn run(arguments: &CheckArguments) -> anyhow::Result<Vec<Obstacle>> {
         directory: &arguments.directory,
         network: Network::Loopback,
     };
-    let (mut maker, init, _) = launch(&how, &settings)?;
+    let (mut maker, init) = launch(&how, &settings)?;
     let began = Instant::now();
     let mut seen: BTreeMap<Obstacle, u32> = BTreeMap::new();
     let (mut looks, mut taken, mut passing) = (0, 0, None);

@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+pub mod chain;
 pub mod clients;
 pub mod clock;
 pub mod demo;

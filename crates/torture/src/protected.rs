@@ -107,9 +107,15 @@ impl Engine {
 
     /// Starts a spare; returns when it listens.
     pub fn spare(&self, host: &Host) -> Result<Process, LabError> {
+        self.spare_with(host, &[])
+    }
+
+    /// Starts a spare with more arguments; returns when it listens.
+    pub fn spare_with(&self, host: &Host, more: &[&str]) -> Result<Process, LabError> {
         let mut command = Command::new(&self.binary);
         let address = host.socket(STREAM_PORT);
         command.args(["spare", "--json", "--insecure", "--listen", &address.to_string()]);
+        command.args(more);
         let process = host.spawn(&mut command)?;
         wait_for_listener(&process, STREAM_PORT, HANG)?;
         Ok(process)
@@ -135,6 +141,14 @@ impl Engine {
             command.arg("--files").arg(format!("replicate:{path}"));
         }
         host.spawn(command.args(&self.more).arg("--").args(guest))
+    }
+
+    /// A number in the status of the only agent on a host.
+    pub fn status(host: &Host, binary: &Path, name: &str) -> Option<u64> {
+        let mut command = Command::new(binary);
+        let said = host.run(command.args(["status", "--json"]), HANG).ok()?;
+        let status: serde_json::Value = serde_json::from_str(said.lines().next()?).ok()?;
+        status[name].as_u64()
     }
 
     /// Waits until a spare could take over from `primary`.

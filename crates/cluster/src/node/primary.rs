@@ -74,7 +74,8 @@ impl Node {
     ) {
         match &mut self.state {
             State::Reigning(reign) => {
-                // The spare that holds the offer died with its agent: it will not take over.
+                // The spare that holds the offer died with its agent, or has left: it will not take
+                // over.
                 let heir = match reign.phase {
                     Phase::Offered { to, term, claimed, .. } if to == peer => {
                         Some(if claimed { term } else { reign.term })
@@ -82,7 +83,7 @@ impl Node {
                     _ => None,
                 };
                 self.spare_gone(peer, None, out);
-                if heir.is_some() && how == Closed::ByPeer {
+                if heir.is_some() && matches!(how, Closed::ByPeer | Closed::Goodbye) {
                     self.reclaim(heir, out);
                 }
                 self.watch_offer(now, out);
@@ -205,8 +206,7 @@ impl Node {
         let acknowledged = reign.spares.get(&to).and_then(|spare| spare.acknowledged);
         if acknowledged >= Some(position) {
             let give_up_at = now.saturating_add(self.config.handover_ns);
-            reign.phase =
-                Phase::Offered { to, term, give_up_at, claimed: false, reclaim: None };
+            reign.phase = Phase::Offered { to, term, give_up_at, claimed: false, reclaim: None };
             out.push(Action::OfferSwitchover { to, term, position });
         }
     }

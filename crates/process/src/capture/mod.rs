@@ -193,7 +193,8 @@ impl Guest {
     /// Stops the guest, takes what changed since the last checkpoint, lets it go on.
     ///
     /// `during` runs while the guest stands still. On failure the guest runs on, and what was
-    /// found written stays in the backlog for the next attempt. If more than `backlog_max` pages
+    /// found written stays in the backlog for the next attempt. One to be held ([`Guest::hold_after_checkpoint`])
+    /// stands still after success. If more than `backlog_max` pages
     /// are to be copied, the guest is let go at once and `None` returned: pre-copy again.
     pub fn checkpoint(
         &mut self,
@@ -207,7 +208,11 @@ impl Guest {
         parts.stop = begin.elapsed();
         let captured = self.checkpoint_stopped(backlog_max, rules, during, &mut parts);
         let resume = Instant::now();
-        self.resume_all()?;
+        if self.stays_held && matches!(captured, Ok(Some(_))) {
+            (self.stays_held, self.held) = (false, true);
+        } else {
+            self.resume_all()?;
+        }
         parts.resume = resume.elapsed();
         parts.total = begin.elapsed();
         Ok(captured?.map(|mut captured| {

@@ -42,6 +42,10 @@ pub struct Guest {
     pub(crate) shared: SharedTable,
     /// Runs of a checkpoint that failed after they were made.
     pub(crate) unsent: Vec<PageRun>,
+    /// The guest is not let go after the next checkpoint.
+    pub(crate) stays_held: bool,
+    /// It was not.
+    pub(crate) held: bool,
     news: News,
     root: HostPid,
     /// The root has executed the program: what it has in memory and open is the guest's.
@@ -80,6 +84,8 @@ impl Guest {
             ended: BTreeMap::new(),
             shared: SharedTable::default(),
             unsent: Vec::new(),
+            stays_held: false,
+            held: false,
             news: News::new()?,
             root,
             root_executed: false,
@@ -179,6 +185,23 @@ impl Guest {
                 Ok(true)
             }
         }
+    }
+
+    /// Whether the guest stands still after the next checkpoint that succeeds, until
+    /// [`Guest::thaw`].
+    pub fn hold_after_checkpoint(&mut self, hold: bool) {
+        self.stays_held = hold;
+    }
+
+    /// Whether the guest stands still after such a checkpoint.
+    pub fn is_held(&self) -> bool {
+        self.held
+    }
+
+    /// Lets the guest go on that was held after a checkpoint.
+    pub fn thaw(&mut self) -> ObjectResult<()> {
+        self.held = false;
+        self.resume_all()
     }
 
     /// Ends every process of the guest with SIGKILL.

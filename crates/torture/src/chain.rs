@@ -1,0 +1,198 @@
+//! A Redis that changes hosts: what scenes with several changes of primary have in common.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::clients::{Connection, Protocol};
+use crate::clock::Instant;
+use crate::lab::Process;
+use crate::lab::{LabError, Line, SERVICE_CIDR, SERVICE_V4};
+use crate::protected::{Committed, Engine, Event, HANG, event, wait_for_service};
+use crate::{Host, Lab};
+
+const PORT: u16 = 6379;
+
+/// Hosts, and the engine that protects a Redis on them.
+pub struct Scene {
+    /// The hosts.
+    pub lab: Lab,
+    /// The `hotspare` program and its settings.
+    pub engine: Engine,
+}
+
+impl Scene {
+    /// Makes so many hosts. Panics where a test has to fail.
+    pub fn new(hosts: usize, epoch: Duration) -> Scene {
+        let binary = Engine::built().expect("build the program first: cargo build --bin hotspare");
+        Scene::with(binary, hosts, epoch).expect("hosts")
+    }
+
+    fn with(binary: PathBuf, hosts: usize, epoch: Duration) -> Result<Scene, LabError> {
+        let lab = Lab::new(hosts)?;
+        let service_cidr = Some(SERVICE_CIDR.to_owned());
+        let engine = Engine { binary, epoch, service_cidr, replicated: vec![], more: vec![] };
+        Ok(Scene { lab, engine })
+    }
+
+    /// A host.
+    pub fn host(&self, index: usize) -> &Arc<Host> {
+        self.lab.host(index)
+    }
+
+    /// Starts the Redis on host 0 with spares on `spares`; returns when it serves.
+    pub fn run(&self, spares: &[usize]) -> Process {
+        let spares: Vec<&Host> = spares.iter().map(|index| &**self.host(*index)).collect();
+        let primary = self.engine.run(self.host(0), &spares, &redis()).expect("start");
+        self.serves();
+        primary
+    }
+
+    /// `hotspare` with these words on a host, and whether it succeeded.
+    pub fn hotspare(&self, host: usize, words: &[&str]) -> Result<String, String> {
+        let mut command = Command::new(&self.engine.binary);
+        self.host(host).run(command.args(words), HANG).map_err(|error| error.to_string())
+    }
+
+    /// Starts a spare that dials `primary`, and listens wherever it likes.
+    pub fn joining_spare(&self, host: usize, primary: std::net::SocketAddr) -> Process {
+        let mut command = Command::new(&self.engine.binary);
+        command.args(["spare", "--json", "--insecure", "--join", &primary.to_string()]);
+        self.host(host).spawn(&mut command).expect("start a spare")
+    }
+
+    /// Waits until the service answers.
+    pub fn serves(&self) {
+        let server = (SERVICE_V4, PORT).into();
+        wait_for_service(self.lab.client(), server, HANG).expect("the Redis serves");
+    }
+
+    /// Writes a key.
+    pub fn set(&self, key: &str, value: &str) {
+        let (key, value) = (key.to_owned(), value.to_owned());
+        self.ask(move |connection| {
+            let mut request = Vec::new();
+            Protocol::Redis.put_set(&mut request, &key, &value);
+            connection.send(&request)?;
+            Protocol::Redis.take_set(connection)
+        });
+    }
+
+    /// Reads a key.
+    pub fn get(&self, key: &str) -> Option<String> {
+        let key = key.to_owned();
+        self.ask(move |connection| {
+            let mut request = Vec::new();
+            Protocol::Redis.put_get(&mut request, &key);
+            connection.send(&request)?;
+            Protocol::Redis.take_get(connection)
+        })
+    }
+
+    fn ask<T: Send + 'static>(
+        &self,
+        ask: impl Fn(&mut Connection) -> Result<T, crate::clients::ClientError> + Send + 'static,
+    ) -> T {
+        self.lab.client().inside(move || {
+            let deadline = Instant::now() + HANG;
+            loop {
+                let server = (SERVICE_V4, PORT).into();
+                let answer = Connection::open(server, Duration::from_secs(1), HANG)
+                    .and_then(|mut connection| ask(&mut connection));
+                match answer {
+                    Ok(answer) => return answer,
+                    Err(error) if Instant::now() > deadline => panic!("no answer: {error}"),
+                    Err(_) => std::thread::sleep(Duration::from_millis(5)),
+                }
+            }
+        })
+    }
+}
+
+/// The Redis of these scenes: no files.
+fn redis() -> Vec<String> {
+    let port = PORT.to_string();
+    let words = ["redis-server", "--port", &port, "--bind", "*", "-::*", "--save", ""];
+    let more = ["--appendonly", "no", "--protected-mode", "no"];
+    words.iter().chain(&more).map(|word| (*word).to_owned()).collect()
+}
+
+/// How often an event of a kind was told so far.
+pub fn count(process: &Process, wanted: impl Fn(&Event) -> bool) -> usize {
+    process.stdout().lines().iter().filter_map(event).filter(|event| wanted(event)).count()
+}
+
+/// Takeovers that this spare has told of so far.
+pub fn takeovers(spare: &Process) -> usize {
+    count(spare, |event| matches!(event, Event::Failover(_)))
+}
+
+/// Waits until a primary has told so many times that it is protected.
+pub fn protected_times(primary: &Process, times: usize) {
+    let mut seen = 0;
+    let protected = |line: &Line| {
+        seen += usize::from(matches!(event(line), Some(Event::Protected { .. })));
+        (seen >= times).then_some(())
+    };
+    let found = primary.stdout().find(HANG, protected);
+    assert!(found.is_some(), "{times} times protected; it said:\n{}", said(primary));
+}
+
+/// Waits until everything that has happened by now is committed.
+pub fn settle(primary: &Process) {
+    let now = Instant::now();
+    let committed = |line: &Line| match event(line)? {
+        Event::Epoch { stop_ns, .. } => (Instant(stop_ns) > now).then_some(()),
+        _ => None,
+    };
+    assert!(primary.stdout().find(HANG, committed).is_some(), "commits:\n{}", said(primary));
+    assert!(Committed::of(primary).last().is_some());
+}
+
+/// Waits until a program has written `words` to its standard error.
+pub fn says(process: &Process, words: &str) {
+    let found = process.stderr().find(HANG, |line| line.text.contains(words).then_some(()));
+    assert!(found.is_some(), "it does not say {words:?}:\n{}", said(process));
+}
+
+/// All that a program has written.
+pub fn said(process: &Process) -> String {
+    process.stdout().text() + &process.stderr().text()
+}
+
+/// The living descendants of a process with this name.
+pub fn descendants(ancestor: i32, name: &str) -> Vec<i32> {
+    let mut parents = Vec::new();
+    for entry in std::fs::read_dir("/proc").expect("/proc").flatten() {
+        let stat = std::fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        // PID (NAME) STATE PARENT …
+        let Some((head, rest)) = stat.rsplit_once(") ") else { continue };
+        let Some((pid, command)) = head.split_once(" (") else { continue };
+        let mut words = rest.split(' ');
+        let (state, parent) = (words.next(), words.next());
+        if let (Ok(pid), Some(Ok(parent))) = (pid.parse::<i32>(), parent.map(str::parse::<i32>))
+            && state != Some("Z")
+        {
+            parents.push((pid, parent, command.to_owned()));
+        }
+    }
+    let parent_of = |pid: i32| parents.iter().find(|(own, ..)| *own == pid).map(|all| all.1);
+    let descends = |pid: i32| {
+        let line = std::iter::successors(Some(pid), |pid| parent_of(*pid));
+        line.skip(1).take(64).any(|pid| pid == ancestor)
+    };
+    let named = parents.iter().filter(|(pid, _, own)| own == name && descends(*pid));
+    named.map(|(pid, ..)| *pid).collect()
+}
+
+/// Sends a signal to the Redis (or its ghost) below this agent; its process id.
+pub fn signal_redis(agent: &Process, signal: Signal) -> i32 {
+    let found = descendants(agent.pid(), "redis-server");
+    let [pid] = found[..] else { panic!("{} Redis below {}", found.len(), agent.pid()) };
+    kill(Pid::from_raw(pid), signal).expect("signal the Redis");
+    pid
+}
