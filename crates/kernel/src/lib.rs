@@ -6,6 +6,7 @@ pub mod epoll;
 mod error;
 pub mod file_handle;
 pub mod ipc;
+pub mod kept_file;
 pub mod memory;
 pub mod namespace;
 pub mod netlink;

@@ -1,7 +1,7 @@
 //! `/proc/PID/maps` and the flags of `/proc/PID/smaps` (proc(5)).
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Seek, SeekFrom};
 
 use crate::error::{KernelError, Result};
 use crate::ptrace::HostPid;
@@ -29,9 +29,47 @@ pub struct MapLine {
 
 /// Reads the mappings of a process into `lines`, cleared first; `buffer` is scratch space.
 pub fn read(pid: HostPid, buffer: &mut Vec<u8>, lines: &mut Vec<MapLine>) -> Result<()> {
-    lines.clear();
     read_all(pid, "maps", buffer)?;
-    for line in buffer.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
+    parse(buffer, lines)
+}
+
+/// `/proc/PID/maps`, kept open and read again and again. It stays with the memory that the process
+/// has when it is opened.
+#[derive(Debug)]
+pub struct Maps {
+    file: File,
+    text: Vec<u8>,
+    fresh: Vec<u8>,
+}
+
+impl Maps {
+    /// Opens the mappings of a process.
+    pub fn open(pid: HostPid) -> Result<Self> {
+        let file = File::open(format!("/proc/{pid}/maps"));
+        let file = file.map_err(KernelError::io("open process mappings"))?;
+        Ok(Self { file, text: Vec::new(), fresh: Vec::new() })
+    }
+
+    /// Reads them into `lines`; false, and nothing done, if they are as they were the last time.
+    pub fn read(&mut self, lines: &mut Vec<MapLine>) -> Result<bool> {
+        self.fresh.clear();
+        let read = self.file.seek(SeekFrom::Start(0));
+        let read = read.and_then(|_| self.file.read_to_end(&mut self.fresh));
+        read.map_err(KernelError::io("read process mappings"))?;
+        if self.fresh == self.text && !self.text.is_empty() {
+            return Ok(false);
+        }
+        // Taken as read only when all of it has been understood.
+        self.text.clear();
+        parse(&self.fresh, lines)?;
+        std::mem::swap(&mut self.text, &mut self.fresh);
+        Ok(true)
+    }
+}
+
+fn parse(text: &[u8], lines: &mut Vec<MapLine>) -> Result<()> {
+    lines.clear();
+    for line in text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
         let text = std::str::from_utf8(line)
             .map_err(|_| KernelError::Unexpected("a mapped path is not UTF-8".into()))?;
         let parsed = parse_line(text)

@@ -1,6 +1,7 @@
 //! What the kernel tells about a thread from outside: `/proc/PID/status`, limits, scheduling.
 
 use crate::error::{KernelError, Result, check};
+use crate::kept_file::KeptFile;
 use crate::ptrace::HostPid;
 
 /// The lines of `/proc/PID/status` that matter to a checkpoint (proc(5)).
@@ -48,11 +49,15 @@ pub struct Status {
 
 /// Reads the status of a thread.
 pub fn status(tid: HostPid) -> Result<Status> {
-    let text = std::fs::read(format!("/proc/{tid}/status")).map_err(|source| {
-        match source.raw_os_error() {
-            Some(libc::ENOENT | libc::ESRCH) => KernelError::Died(tid),
-            _ => KernelError::Call { verb: "read thread status", source },
-        }
+    status_of(tid, &mut KeptFile::of(tid, "status"))
+}
+
+/// The same, of a file that is kept.
+pub fn status_of(tid: HostPid, file: &mut KeptFile) -> Result<Status> {
+    let mut text = Vec::new();
+    file.read("read thread status", &mut text).map_err(|error| match error.errno() {
+        Some(libc::ENOENT | libc::ESRCH) => KernelError::Died(tid),
+        _ => error,
     })?;
     let mut status = Status::default();
     for line in text.split(|&byte| byte == b'\n') {

@@ -67,6 +67,11 @@ impl WriteTracker {
 
 /// Opens a userfaultfd for the calling process, to learn whether the kernel can track writes.
 pub fn probe() -> Result<()> {
+    own().map(drop)
+}
+
+/// A tracker of the calling process.
+pub(crate) fn own() -> Result<WriteTracker> {
     use std::os::fd::FromRawFd;
     // SAFETY: no pointer is passed.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) };
@@ -74,5 +79,5 @@ pub fn probe() -> Result<()> {
         return Err(KernelError::last("create userfaultfd"));
     }
     // SAFETY: the kernel just gave us this descriptor.
-    WriteTracker::new(unsafe { OwnedFd::from_raw_fd(fd as i32) }).map(drop)
+    WriteTracker::new(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }

@@ -1,14 +1,12 @@
 //! One epoch on the primary: pre-copy, stop, take the rest, send.
 
 use std::collections::BTreeMap;
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use hotspare_files::ReplicatedDir;
 use hotspare_image::tree::{GuestPid, ProcessState};
 use hotspare_image::{Checkpoint, Epoch, NodeId, Position, Term};
-use hotspare_kernel::pidfd;
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::capture::shared::SharedTable;
 use hotspare_process::capture::{Captured, CheckpointRules};
@@ -385,18 +383,15 @@ fn take_descriptors(
     descriptors: &mut DescriptorCapture,
     sockets: &mut SocketCapture,
 ) -> ObjectResult<()> {
-    let mut alive = Vec::new();
+    let mut processes = Vec::new();
     for process in &checkpoint.processes {
         if let ProcessState::Alive(_) = process.state
             && let Some(host) = guest.host_pid(process.pid)
+            && let Some(pidfd) = guest.pidfd(host)
         {
-            alive.push((host, process.pid, pidfd::open(host)?));
+            processes.push(GuestProcess { host, pid: process.pid, pidfd });
         }
     }
-    let processes: Vec<_> = alive
-        .iter()
-        .map(|(host, pid, pidfd)| GuestProcess { host: *host, pid: *pid, pidfd: pidfd.as_fd() })
-        .collect();
     let mut name = |_: (u32, u32), inode: u64| SharedTable::name_of(inode);
     let captured = descriptors.capture(&processes, sockets, &mut name)?;
     for memfd in &captured.memfds {

@@ -217,6 +217,59 @@ fn children_that_come_and_go_do_not_disturb_the_capture() {
     end(guest);
 }
 
+/// Memory large enough to have page tables of its own: what is discarded may take them along, and
+/// so does moving without unmapping (`MREMAP_DONTUNMAP`).
+const TABLES: &str = r#"
+import ctypes, os, random, time
+random.seed(int(os.environ.get("SEED", "1")))
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p] + [ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+libc.mremap.restype = ctypes.c_void_p
+libc.mremap.argtypes = [ctypes.c_void_p] + [ctypes.c_size_t] * 2 + [ctypes.c_int]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+P, T = 4096, 2 << 20
+N = 5 * T
+areas = [libc.mmap(None, N, 3, 0x22, -1, 0) for _ in range(2)]
+while True:
+    i = random.randrange(len(areas))
+    a = areas[i]
+    table = (a + T - 1) // T * T + random.randrange(4) * T
+    what = random.randrange(12)
+    if what < 6:
+        for _ in range(20):
+            ctypes.memset(a + random.randrange(N), random.randrange(256), 1)
+    elif what < 8:
+        for _ in range(20):
+            ctypes.string_at(a + random.randrange(N), 1)
+    elif what == 8:
+        libc.madvise(table, T, 4)
+        time.sleep(random.random() / 50)
+    elif what == 9:
+        libc.madvise(a + random.randrange(1000) * P, random.randrange(1, 600) * P, 4)
+    elif what == 10:
+        ctypes.memset(table + random.randrange(512) * P, 7, random.randrange(1, 300))
+    else:
+        moved = libc.mremap(a, N, N, 5)
+        if moved != 2**64 - 1:
+            if random.randrange(2): libc.munmap(a, N)
+            else: areas.append(a)
+            areas[i] = moved
+        if len(areas) > 6: libc.munmap(areas.pop(0), N)
+"#;
+
+#[test]
+fn what_goes_with_its_page_table_is_not_kept() {
+    let seed = std::process::id();
+    println!("SEED={seed}");
+    let script = format!("SEED={seed} exec /usr/bin/python3 -c '{TABLES}'");
+    let mut guest = begin(&script);
+    let compared = compare_checkpoints(&mut guest, 100);
+    assert!(compared > 500 && guest.is_alive(), "{compared} pages compared");
+    end(guest);
+}
+
 /// Waits until a page is tracked, moves an untouched mapping next to it, which ends the tracking of
 /// both, and writes to the page forever.
 const JOIN: &str = r#"

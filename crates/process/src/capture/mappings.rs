@@ -6,17 +6,24 @@ use hotspare_image::memory::mapping_flags as flag;
 use hotspare_image::memory::{AddressSpace, Backing, GuestRange, Layout, MappedFile, Mapping};
 use hotspare_image::tree::HostPath;
 use hotspare_kernel::HostPid;
+use hotspare_kernel::kept_file::KeptFile;
 use hotspare_kernel::proc_maps::{self, Flags, MapLine};
 
 use super::processes::{self, Answers};
 use super::shared::SharedTable;
-use super::space::{Tracked, is_shared_memory, tracked};
+use super::space::{Space, Tracked, is_shared_memory, tracked};
 use crate::guest::Process;
 use crate::objects::error::{ObjectError, ObjectResult};
 
 /// What is read of a process once and kept until its next execve.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct ProcessCache {
+    /// `/proc/PID/timers`.
+    pub(crate) timers: KeptFile,
+    /// `/proc/PID/oom_score_adj`.
+    pub(crate) oom_score: KeptFile,
+    /// Signal that the parent gets at its end, and the parent. It changes with the parent.
+    pub(crate) exit_signal: Option<(i32, i32)>,
     pub(crate) exe: Option<HostPath>,
     pub(crate) layout: Layout,
     pub(crate) answers: Option<Answers>,
@@ -24,14 +31,39 @@ pub struct ProcessCache {
     flags: Vec<Flags>,
     /// Not before then are they read again.
     flags_next: Option<Instant>,
+    /// How often they were read.
+    flags_read: u64,
+    /// The mappings as described when mappings, flags and droppable memory were these.
+    described: Vec<Mapping>,
+    described_of: Option<Described>,
 }
 
+/// Changes of lines and flags so far, droppable memory.
+type Described = (u64, u64, Vec<(u64, u64)>);
+
 /// How much of the time may go into reading flags: one part in so many.
-const FLAGS_SHARE: u32 = 20;
+const FLAGS_SHARE: u32 = 50;
 /// Flags that are known from elsewhere, or for good.
 const LASTING: u32 = flag::MAIN_STACK | flag::GROWS_DOWN | flag::DROPPABLE;
 
 impl ProcessCache {
+    /// Nothing is known yet of process `pid`.
+    pub(crate) fn new(pid: HostPid) -> Self {
+        Self {
+            timers: KeptFile::of(pid, "timers"),
+            oom_score: KeptFile::of(pid, "oom_score_adj"),
+            exit_signal: None,
+            exe: None,
+            layout: Layout::default(),
+            answers: None,
+            flags: Vec::new(),
+            flags_next: None,
+            flags_read: 0,
+            described: Vec::new(),
+            described_of: None,
+        }
+    }
+
     /// Reads again what madvise(2) and mlock(2) leave in no line of maps, and enters it into what
     /// has just been captured. The kernel counts all pages to answer, so this is not for the
     /// pause, nor for every epoch of a large process: what changed between may arrive late.
@@ -44,6 +76,7 @@ impl ProcessCache {
         if self.flags_next.is_none_or(|next| next <= began) {
             let used = processor_time();
             self.flags = proc_maps::flags(pid)?;
+            self.flags_read += 1;
             self.flags_next = Some(began + (processor_time() - used) * FLAGS_SHARE);
         }
         for mapping in &mut captured.mappings {
@@ -71,25 +104,43 @@ pub fn describe(process: &mut Process, shared: &mut SharedTable) -> ObjectResult
     if process.cache.exe.is_none() {
         process.cache.exe = Some(processes::link(pid, "exe")?);
     }
-    let mut mappings = Vec::with_capacity(space.lines.len());
-    for line in space.lines.iter().filter(|line| line.name != "[vsyscall]") {
-        let known = process.cache.flags_at(line.start);
-        mappings.push(Mapping {
-            range: GuestRange::new(line.start, line.end),
-            protection: line.protection,
-            backing: backing(pid, line, shared)?,
-            flags: flags(line, known) | space.droppable_flags(line),
-            protection_key: known.map_or(0, |known| known.protection_key),
-            name: anonymous_name(line),
-        });
+    let cache = &mut process.cache;
+    let state = Some((space.lines_read, cache.flags_read, space.droppable.clone()));
+    if cache.described_of == state {
+        for line in space.lines.iter().filter(|line| is_shared_memory(line)) {
+            shared.backing(pid, line)?;
+        }
+    } else {
+        let lines = space.lines.iter().filter(|line| line.name != "[vsyscall]");
+        let mappings = lines.map(|line| describe_line(pid, line, space, cache, shared));
+        let mappings = mappings.collect::<ObjectResult<_>>()?;
+        (cache.described, cache.described_of) = (mappings, state);
     }
     Ok(AddressSpace {
         id: space.id,
-        mappings,
-        layout: process.cache.layout.clone(),
-        exe: process.cache.exe.clone().unwrap_or_default(),
+        mappings: cache.described.clone(),
+        layout: cache.layout.clone(),
+        exe: cache.exe.clone().unwrap_or_default(),
         fresh: space.fresh.clone(),
         reset: space.reset,
+    })
+}
+
+fn describe_line(
+    pid: HostPid,
+    line: &MapLine,
+    space: &Space,
+    cache: &ProcessCache,
+    shared: &mut SharedTable,
+) -> ObjectResult<Mapping> {
+    let known = cache.flags_at(line.start);
+    Ok(Mapping {
+        range: GuestRange::new(line.start, line.end),
+        protection: line.protection,
+        backing: backing(pid, line, shared)?,
+        flags: flags(line, known) | space.droppable_flags(line),
+        protection_key: known.map_or(0, |known| known.protection_key),
+        name: anonymous_name(line),
     })
 }
 

@@ -4,15 +4,17 @@
 //! what was written while the guest runs, [`Guest::checkpoint`] stops it, takes the rest and lets
 //! it go on. Encoding, compressing and sending are others' work, after the resume.
 
+mod anonymous;
 pub mod mappings;
 pub mod processes;
 pub mod ranges;
+pub(crate) mod rest;
 pub mod shared;
 pub mod space;
 pub mod threads;
 mod tree;
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use hotspare_image::Checkpoint;
@@ -161,11 +163,18 @@ impl Guest {
     /// Copies up to `bytes_max` of what was found written into `runs`, while the guest runs.
     pub fn precopy(&mut self, bytes_max: u64, runs: &mut Vec<PageRun>) -> ObjectResult<()> {
         runs.append(&mut self.unsent);
+        let copied = self.copy_private(bytes_max);
+        self.rest.drain_into(runs);
+        copied?;
+        self.shared.copy(bytes_max, runs)
+    }
+
+    fn copy_private(&mut self, bytes_max: u64) -> ObjectResult<()> {
         for process in self.processes.values_mut() {
             let Some(space) = process.space.as_mut() else { continue };
-            passing(space.copy(bytes_max, runs))?;
+            passing(space.copy(bytes_max, &mut self.rest))?;
         }
-        self.shared.copy(bytes_max, runs)
+        Ok(())
     }
 
     /// Makes the next checkpoint describe everything as new, as a spare needs that starts from
@@ -208,14 +217,18 @@ impl Guest {
         parts.stop = begin.elapsed();
         let captured = self.checkpoint_stopped(backlog_max, rules, during, &mut parts);
         let resume = Instant::now();
-        if self.stays_held && matches!(captured, Ok(Some(_))) {
+        let resumed = if self.stays_held && matches!(captured, Ok(Some(_))) {
             (self.stays_held, self.held) = (false, true);
+            Ok(())
         } else {
-            self.resume_all()?;
-        }
+            self.resume_all()
+        };
         parts.resume = resume.elapsed();
         parts.total = begin.elapsed();
+        self.rest.drain_into(&mut self.unsent);
+        resumed?;
         Ok(captured?.map(|mut captured| {
+            captured.runs = std::mem::take(&mut self.unsent);
             captured.parts = parts;
             captured
         }))
@@ -248,17 +261,14 @@ impl Guest {
         self.shared.scan(&mut self.unsent)?;
         checkpoint.shared = self.shared.describe();
         parts.objects = clock.lap();
-        // Kept with the guest until the end: if something fails, the next attempt sends them.
-        let mut runs = Vec::new();
-        let copied = self.precopy(u64::MAX, &mut runs);
-        self.unsent = runs;
-        copied?;
+        // What is copied stays with the guest: if something fails, the next attempt sends it.
+        self.copy_private(u64::MAX)?;
+        self.shared.copy(u64::MAX, &mut self.unsent)?;
         parts.copy = clock.lap();
         during()?;
         parts.files = clock.lap();
         self.commit_round();
-        let runs = std::mem::take(&mut self.unsent);
-        Ok(Some(Captured { checkpoint, runs, parts: PauseParts::default() }))
+        Ok(Some(Captured { checkpoint, runs: Vec::new(), parts: PauseParts::default() }))
     }
 
     /// Stops the guest, runs `look`, lets it go on.
@@ -282,6 +292,11 @@ impl Guest {
     pub fn host_pid(&self, pid: GuestPid) -> Option<HostPid> {
         let mut all = self.processes.values();
         all.find(|process| process.guest_pid == pid).map(|process| process.pid)
+    }
+
+    /// A pidfd of a process of the guest.
+    pub fn pidfd(&self, host: HostPid) -> Option<BorrowedFd<'_>> {
+        self.processes.get(&host).map(|process| process.pidfd.as_fd())
     }
 
     /// What was told as new has been told.

@@ -4,6 +4,7 @@ use hotspare_image::memory::Layout;
 use hotspare_image::tree::{
     GuestPid, HostPath, IntervalTimer, LiveProcess, PosixTimer, QueuedSignal, SignalAction,
 };
+use hotspare_kernel::kept_file::KeptFile;
 use hotspare_kernel::remote::{Call, Stub};
 use hotspare_kernel::thread_info::{self, Status};
 use hotspare_kernel::{HostPid, KernelError, ptrace};
@@ -172,9 +173,10 @@ pub struct TimerLine {
 }
 
 /// Reads the POSIX timers of a process.
-pub fn posix_timers(pid: HostPid) -> ObjectResult<Vec<TimerLine>> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/timers"))
-        .map_err(KernelError::io("read timers (CONFIG_CHECKPOINT_RESTORE is needed)"))?;
+pub fn posix_timers(pid: HostPid, file: &mut KeptFile) -> ObjectResult<Vec<TimerLine>> {
+    let mut text = Vec::new();
+    file.read("read timers (CONFIG_CHECKPOINT_RESTORE is needed)", &mut text)?;
+    let text = String::from_utf8_lossy(&text);
     let mut timers: Vec<TimerLine> = Vec::new();
     for line in text.lines() {
         let Some((key, value)) = line.split_once(':') else { continue };
@@ -223,7 +225,11 @@ fn notify(reader: HostPid, value: &str, timer: &mut TimerLine) {
 }
 
 /// What is read of a process from outside.
-pub fn outside(pid: HostPid, status: &Status) -> ObjectResult<LiveProcess> {
+pub fn outside(
+    pid: HostPid,
+    status: &Status,
+    oom_score: &mut KeptFile,
+) -> ObjectResult<LiveProcess> {
     let pending = if status.pending[1] == 0 {
         Vec::new()
     } else {
@@ -236,7 +242,7 @@ pub fn outside(pid: HostPid, status: &Status) -> ObjectResult<LiveProcess> {
         umask: status.umask,
         cwd: link(pid, "cwd")?,
         root: link(pid, "root")?,
-        oom_score_adj: read_number(pid, "oom_score_adj")?,
+        oom_score_adj: read_number(oom_score)?,
         ..LiveProcess::default()
     })
 }
@@ -251,10 +257,10 @@ pub fn link(pid: HostPid, what: &str) -> ObjectResult<HostPath> {
     Ok(HostPath(target))
 }
 
-fn read_number(pid: HostPid, what: &str) -> ObjectResult<i32> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/{what}"))
-        .map_err(KernelError::io("read process number"))?;
-    Ok(text.trim().parse().unwrap_or(0))
+fn read_number(file: &mut KeptFile) -> ObjectResult<i32> {
+    let mut text = Vec::new();
+    file.read("read process number", &mut text)?;
+    Ok(String::from_utf8_lossy(&text).trim().parse().unwrap_or(0))
 }
 
 /// Code, data, stack, argument and environment addresses, and the auxiliary vector.

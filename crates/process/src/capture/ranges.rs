@@ -25,6 +25,43 @@ impl Ranges {
         }
     }
 
+    /// The same, and closes a gap of up to `gap` before it.
+    pub fn push_near(&mut self, start: u64, end: u64, gap: u64) {
+        match self.0.last_mut() {
+            Some(last) if start <= last.1.saturating_add(gap) => last.1 = last.1.max(end),
+            _ => self.0.push((start, end)),
+        }
+    }
+
+    /// Whether there is nothing in it.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Number of ranges.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether all of `other` is in this set. Fast if that is small.
+    pub fn holds(&self, other: &Self) -> bool {
+        other.0.iter().all(|&(start, end)| {
+            let at = self.0.partition_point(|range| range.1 <= start);
+            self.0.get(at).is_some_and(|range| range.0 <= start && end <= range.1)
+        })
+    }
+
+    /// Addresses in both sets. Fast if `other` is small.
+    pub fn common(&self, other: &Self) -> Self {
+        let mut common = Self::default();
+        for &(start, end) in &other.0 {
+            for (from, bytes) in self.within(start, end) {
+                common.push(from, from + bytes as u64);
+            }
+        }
+        common
+    }
+
     /// Bytes in all.
     pub fn bytes(&self) -> u64 {
         self.0.iter().map(|(start, end)| end - start).sum()
@@ -138,6 +175,8 @@ mod tests {
             let (x, y) = (members(&a), members(&b));
             prop_assert_eq!(members(&a.with(&b)), x.union(&y).copied().collect());
             prop_assert_eq!(members(&a.without(&b)), x.difference(&y).copied().collect());
+            prop_assert_eq!(members(&a.common(&b)), x.intersection(&y).copied().collect());
+            prop_assert_eq!(a.holds(&b), y.is_subset(&x));
             let mut rest = a.clone();
             let taken = rest.take(bytes);
             let taken: u64 = taken.iter().map(|span| span.1 as u64).sum();

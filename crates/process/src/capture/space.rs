@@ -14,13 +14,15 @@
 //! more were discarded.
 
 use hotspare_image::memory::{GuestRange, MmId, PAGE_BYTES, PageOwner};
-use hotspare_kernel::memory::{self, ProcMem, Span};
-use hotspare_kernel::pagemap::{Pagemap, Query, Region, Scanned, category};
-use hotspare_kernel::proc_maps::{self, MapLine};
+use hotspare_kernel::memory::ProcMem;
+use hotspare_kernel::pagemap::{self, Pagemap, Query, Region, Scanned, category};
+use hotspare_kernel::proc_maps::{self, MapLine, Maps};
 use hotspare_kernel::userfaultfd::WriteTracker;
 use hotspare_kernel::{HostPid, KernelError};
 
+use super::anonymous::{Anonymous, Changes};
 use super::ranges::{Ranges, merge_sorted};
+use super::rest::Rest;
 use crate::objects::error::{ObjectError, ObjectResult};
 use crate::pages::{Content, PageRun};
 
@@ -37,8 +39,12 @@ pub struct Space {
     stub: (u64, u64),
     /// The mappings of the last scan.
     pub(crate) lines: Vec<MapLine>,
-    text: Vec<u8>,
-    populated: Ranges,
+    /// How often they have changed.
+    pub(crate) lines_read: u64,
+    maps: Maps,
+    /// Pages with content in private mappings of files.
+    in_files: Ranges,
+    anonymous: Anonymous,
     backlog: Ranges,
     discards: Vec<GuestRange>,
     pub(crate) fresh: Vec<GuestRange>,
@@ -49,7 +55,7 @@ pub struct Space {
     /// Where the last scan failed.
     suspects: Ranges,
     /// Mappings made with `MAP_DROPPABLE`, as of the last scan.
-    droppable: Vec<(u64, u64)>,
+    pub(crate) droppable: Vec<(u64, u64)>,
 }
 
 /// Reading the mappings of a running guest takes several calls; one that was split or joined
@@ -67,8 +73,15 @@ fn make_disjoint(lines: &mut Vec<MapLine>) {
 #[derive(Default)]
 struct Found {
     regions: Vec<Region>,
-    populated: Ranges,
+    in_files: Ranges,
     written: Ranges,
+    anonymous: Changes,
+}
+
+/// Neighbours that one call can scan.
+fn alike(one: &MapLine, other: &MapLine) -> bool {
+    let kind = tracked(one);
+    matches!(kind, Tracked::Private { .. }) && kind == tracked(other)
 }
 
 /// What a mapping is to the scan.
@@ -105,6 +118,39 @@ pub fn is_shared_memory(line: &MapLine) -> bool {
 }
 
 const POPULATED: u64 = category::PRESENT | category::SWAPPED;
+const ANONYMOUS: Tracked = Tracked::Private { file: false };
+
+/// All pages that are not the file's own.
+const FILE_QUERY: Query = Query {
+    any_of: POPULATED,
+    all_of: category::FILE,
+    inverted: category::FILE,
+    report: POPULATED | category::WRITTEN | category::ZERO,
+    rearm: true,
+    tracked: true,
+};
+
+/// All pages of anonymous memory.
+const ALL_QUERY: Query = Query { all_of: 0, inverted: 0, ..FILE_QUERY };
+
+/// Pages of anonymous memory that were written.
+const WRITTEN_QUERY: Query = Query { all_of: category::WRITTEN, inverted: 0, ..FILE_QUERY };
+
+/// Whatever is not armed: pages that were written, and what is empty. (Empty entries could be armed
+/// too, but the kernel would make page tables for all of a sparse mapping then.)
+const QUICK_QUERY: Query = Query {
+    any_of: 0,
+    all_of: category::WRITTEN,
+    inverted: 0,
+    report: category::WRITTEN,
+    rearm: false,
+    tracked: true,
+};
+
+/// Changes this close together are looked at in one go, bytes.
+const CLUSTER_GAP: u64 = 128 * PAGE_BYTES;
+/// Memory that can be gone over in the time of a second look.
+const LOOK_BYTES: u64 = 1 << 20;
 
 impl Space {
     /// Begins to track the memory of process `pid` with a userfaultfd made inside it.
@@ -122,8 +168,10 @@ impl Space {
             memory: ProcMem::open(pid)?,
             stub,
             lines: Vec::new(),
-            text: Vec::new(),
-            populated: Ranges::default(),
+            lines_read: 0,
+            maps: Maps::open(pid)?,
+            in_files: Ranges::default(),
+            anonymous: Anonymous::default(),
             backlog: Ranges::default(),
             discards: Vec::new(),
             fresh: Vec::new(),
@@ -144,7 +192,7 @@ impl Space {
 
     /// Lets all pages wait to be copied.
     pub(crate) fn copy_again(&mut self) {
-        self.backlog = self.backlog.with(&self.populated);
+        self.backlog = self.backlog.with(&self.in_files).with(&self.anonymous.populated);
     }
 
     /// Pages found written and not copied yet.
@@ -154,7 +202,7 @@ impl Space {
 
     /// Pages with content of their own.
     pub fn populated_pages(&self) -> u64 {
-        self.populated.bytes() / PAGE_BYTES
+        (self.in_files.bytes() + self.anonymous.populated.bytes()) / PAGE_BYTES
     }
 
     /// Reads the mappings and finds what was written or discarded since the last scan. Of a
@@ -162,10 +210,8 @@ impl Space {
     /// is left to the next scan.
     pub fn scan(&mut self, stopped: bool) -> ObjectResult<()> {
         self.stopped = stopped;
-        let mut lines = std::mem::take(&mut self.lines);
-        proc_maps::read(self.pid, &mut self.text, &mut lines)?;
-        lines.retain(|line| line.start < self.stub.0 || line.start >= self.stub.1);
-        make_disjoint(&mut lines);
+        self.read_lines()?;
+        let lines = std::mem::take(&mut self.lines);
         let mut found = Found::default();
         let mut failed = Ok(());
         let fresh_before = self.fresh.len();
@@ -173,33 +219,72 @@ impl Space {
         if stopped {
             self.suspects = Ranges::default();
         }
-        for line in &lines {
-            let suspect = !suspects.within(line.start, line.end).is_empty();
-            if let Err(error) = self.scan_line(line, suspect, &mut found) {
-                // What the kernel armed again before it failed is not known: all of the line
-                // counts as written at the next scan.
-                let whole = merge_sorted(vec![(line.start, line.end)]);
-                self.suspects = self.suspects.with(&whole);
-                let kept = self.populated.within(line.start, line.end).into_iter();
-                kept.for_each(|(at, bytes)| found.populated.push(at, at + bytes as u64));
-                failed = Err(error);
+        for group in lines.chunk_by(|one, other| one.end == other.start && alike(one, other)) {
+            let (start, end) = (group[0].start, group[group.len() - 1].end);
+            let suspect = !suspects.within(start, end).is_empty();
+            if !suspect && group.len() > 1 {
+                match self.scan_group(group, &mut found) {
+                    Ok(false) => {}
+                    Ok(true) => continue,
+                    Err(error) => {
+                        self.suspect(start, end, &mut found);
+                        failed = Err(error);
+                        continue;
+                    }
+                }
+            }
+            for line in group {
+                let suspect = !suspects.within(line.start, line.end).is_empty();
+                if let Err(error) = self.scan_line(line, suspect, &mut found) {
+                    self.suspect(line.start, line.end, &mut found);
+                    failed = Err(error);
+                }
             }
         }
-        let Found { populated, written, .. } = found;
+        let fresh = self.fresh[fresh_before..].iter().map(|range| (range.start.0, range.end.0));
+        let fresh = merge_sorted(fresh.collect());
+        let taken = self.take_found(&lines, found, &fresh);
         self.lines = lines;
-        if stopped {
-            // What stood where a mapping was just found to be new is discarded as a whole already.
-            let fresh = self.fresh[fresh_before..].iter().map(|range| (range.start.0, range.end.0));
-            let gone = self.populated.without(&populated).without(&merge_sorted(fresh.collect()));
-            self.discards.extend(gone.iter().map(|(start, end)| GuestRange::new(start, end)));
-            self.populated = populated;
-        } else {
+        failed.and(taken)
+    }
+
+    fn read_lines(&mut self) -> ObjectResult<()> {
+        if self.maps.read(&mut self.lines)? {
+            self.lines_read += 1;
+            let (start, end) = self.stub;
+            self.lines.retain(|line| line.start < start || line.start >= end);
+            make_disjoint(&mut self.lines);
+        }
+        Ok(())
+    }
+
+    /// What the kernel armed again before a scan failed is not known: all of the range counts as
+    /// written at the next scan.
+    fn suspect(&mut self, start: u64, end: u64, found: &mut Found) {
+        self.suspects = self.suspects.with(&merge_sorted(vec![(start, end)]));
+        for (at, bytes) in self.in_files.within(start, end) {
+            found.in_files.push(at, at + bytes as u64);
+        }
+    }
+
+    fn take_found(&mut self, lines: &[MapLine], found: Found, fresh: &Ranges) -> ObjectResult<()> {
+        let Found { in_files, written, anonymous, .. } = found;
+        self.anonymous.take(&anonymous, fresh);
+        self.backlog = self.backlog.with(&written);
+        if !self.stopped {
             // The list of mappings of a running guest may miss one that moves meanwhile, so what
             // is not seen is not taken as gone.
-            self.populated = self.populated.with(&populated);
+            self.in_files = self.in_files.with(&in_files);
+            return Ok(());
         }
-        self.backlog = self.backlog.with(&written);
-        failed
+        let mapped = lines.iter().filter(|line| tracked(line) == ANONYMOUS);
+        self.anonymous.unmapped(mapped.map(|line| (line.start, line.end)).collect());
+        // What stood where a mapping was just found to be new is discarded as a whole already.
+        let gone = self.in_files.without(&in_files).without(fresh);
+        let gone = gone.with(&std::mem::take(&mut self.anonymous.gone));
+        self.discards.extend(gone.iter().map(|(start, end)| GuestRange::new(start, end)));
+        self.in_files = in_files;
+        Ok(())
     }
 
     fn scan_line(&mut self, line: &MapLine, suspect: bool, found: &mut Found) -> ObjectResult<()> {
@@ -209,48 +294,100 @@ impl Space {
             Tracked::Shared if !self.stopped => Ok(()),
             Tracked::Shared => self.scan_shared(line, &mut found.regions),
             Tracked::Private { file } => {
-                let fresh = self.scan_private(line, file, suspect, &mut found.regions)?;
-                found.take_regions(fresh);
-                Ok(())
+                let range = (line.start, line.end);
+                if !suspect && self.scan_private(range, file, found)? {
+                    return Ok(());
+                }
+                self.scan_fresh(line, file, found)
             }
         }
     }
 
-    /// Scans a private mapping into `regions`; true if it was fresh, as a suspect one always is.
+    /// Scans neighbours in one go; false if one of them is fresh.
+    fn scan_group(&mut self, group: &[MapLine], found: &mut Found) -> ObjectResult<bool> {
+        let Tracked::Private { file } = tracked(&group[0]) else { return Ok(false) };
+        self.scan_private((group[0].start, group[group.len() - 1].end), file, found)
+    }
+
+    /// Scans private memory of one kind; false if a mapping in it is fresh.
     fn scan_private(
         &mut self,
-        line: &MapLine,
+        range: (u64, u64),
         file: bool,
-        suspect: bool,
-        regions: &mut Vec<Region>,
+        found: &mut Found,
     ) -> ObjectResult<bool> {
-        let mut query = Query {
-            any_of: POPULATED,
-            report: POPULATED | category::WRITTEN | category::ZERO,
-            rearm: true,
-            ..Query::default()
+        found.regions.clear();
+        let scanned = if file {
+            self.pagemap.scan(range.0, range.1, FILE_QUERY, &mut found.regions)?
+        } else {
+            self.scan_changes(range, found)?
         };
-        if file {
-            query.all_of = category::FILE;
-            query.inverted = category::FILE;
-        }
-        regions.clear();
-        let known = !suspect
-            && self.pagemap.scan(line.start, line.end, query, regions)? == Scanned::Complete;
-        if known {
-            self.droppable.retain(|range| *range != (line.start, line.end));
+        if let Scanned::NotTracked(_) = scanned {
             return Ok(false);
         }
+        self.droppable.retain(|known| known.1 <= range.0 || known.0 >= range.1);
+        found.take_regions(file, false);
+        Ok(true)
+    }
+
+    /// Finds changes in anonymous memory. Nearly all of it has not changed, which the kernel tells
+    /// fastest when it is asked for nothing else; a second look takes what has.
+    fn scan_changes(
+        &mut self,
+        (start, end): (u64, u64),
+        found: &mut Found,
+    ) -> ObjectResult<Scanned> {
+        let mut changed = Vec::new();
+        let quick = self.pagemap.scan(start, end, QUICK_QUERY, &mut changed)?;
+        if let Scanned::NotTracked(_) = quick {
+            return Ok(quick);
+        }
+        let (mut told, mut clusters) = (Ranges::default(), Ranges::default());
+        for region in &changed {
+            told.push(region.start, region.end);
+            clusters.push_near(region.start, region.end, CLUSTER_GAP);
+        }
+        if !pagemap::tells_missing_tables() {
+            // Discarding a large range may free its page tables (`CONFIG_PT_RECLAIM`), and mremap(2)
+            // may take them away (`MREMAP_DONTUNMAP`).
+            let mut all = Vec::new();
+            self.pagemap.scan(start, end, Query { rearm: false, ..ALL_QUERY }, &mut all)?;
+            let all = merge_sorted(all.iter().map(|region| (region.start, region.end)).collect());
+            told = told.with(&merge_sorted(vec![(start, end)]).without(&all));
+        }
+        // A look at one costs as much as going over this much memory.
+        if clusters.count() as u64 > (end - start) / LOOK_BYTES {
+            clusters = merge_sorted(vec![(start, end)]);
+        }
+        for (from, to) in clusters.iter() {
+            let looked = self.pagemap.scan(from, to, WRITTEN_QUERY, &mut found.regions)?;
+            if let Scanned::NotTracked(at) = looked {
+                return Err(ObjectError::transient(
+                    format!("mapping at {at:#x}"),
+                    "changed while it was scanned",
+                ));
+            }
+        }
+        // Nothing is taken before all has been looked at.
+        told.iter().for_each(|(from, to)| found.anonymous.changed.push(from, to));
+        Ok(Scanned::Complete)
+    }
+
+    /// Scans a private mapping that is not tracked yet, or not known to be.
+    fn scan_fresh(&mut self, line: &MapLine, file: bool, found: &mut Found) -> ObjectResult<()> {
         let registered = self.register(line);
         if !file && self.is_droppable(line, &registered)? {
-            regions.clear();
-            return Ok(false);
+            return Ok(());
         }
         self.registered(line, registered)?;
         self.discards.push(GuestRange::new(line.start, line.end));
-        regions.clear();
-        match self.pagemap.scan(line.start, line.end, query, regions)? {
-            Scanned::Complete => Ok(true),
+        found.regions.clear();
+        let query = if file { FILE_QUERY } else { ALL_QUERY };
+        match self.pagemap.scan(line.start, line.end, query, &mut found.regions)? {
+            Scanned::Complete => {
+                found.take_regions(file, true);
+                Ok(())
+            }
             Scanned::NotTracked(at) => Err(ObjectError::transient(
                 format!("mapping at {at:#x}"),
                 "changed while it was scanned",
@@ -343,96 +480,74 @@ impl Space {
         })
     }
 
-    /// Copies up to `bytes_max` of the backlog, and all discards, into `runs`.
+    /// Copies up to `bytes_max` of the backlog, and all discards.
     ///
     /// Of a running guest, pages that went away meanwhile are left out; the next scan sees them
     /// gone.
-    pub fn copy(&mut self, bytes_max: u64, runs: &mut Vec<PageRun>) -> ObjectResult<()> {
+    pub(crate) fn copy(&mut self, bytes_max: u64, rest: &mut Rest) -> ObjectResult<()> {
         let owner = PageOwner::Mm(self.id);
-        runs.extend(self.discards.drain(..).map(|range| PageRun {
+        rest.discards.extend(self.discards.drain(..).map(|range| PageRun {
             owner,
             start: range.start.0,
             content: Content::Discard(range.bytes() / PAGE_BYTES),
         }));
         let spans = self.backlog.take(bytes_max);
-        for (start, bytes) in self.read_spans(&spans)? {
-            split_zeroes(owner, start, &bytes, runs);
-        }
-        Ok(())
-    }
-
-    /// Reads whole spans; where a page refuses, the span is cut there and goes on behind it.
-    fn read_spans(&self, spans: &[Span]) -> ObjectResult<Vec<(u64, Vec<u8>)>> {
-        let total: usize = spans.iter().map(|span| span.1).sum();
-        let mut bytes = vec![0u8; total];
-        let got = memory::read(self.pid, spans, &mut bytes)?;
-        let mut pieces = Vec::with_capacity(spans.len());
-        let mut offset = 0;
-        for &(start, length) in spans {
-            let whole = got.saturating_sub(offset).min(length) & !(PAGE_BYTES as usize - 1);
-            if whole > 0 {
-                pieces.push((start, bytes[offset..offset + whole].to_vec()));
-            }
-            if whole < length {
-                self.read_page_by_page(start + whole as u64, length - whole, &mut pieces)?;
-            }
-            offset += length;
-        }
-        Ok(pieces)
-    }
-
-    /// `/proc/PID/mem` also reads what the program itself may not (`PROT_NONE`).
-    fn read_page_by_page(
-        &self,
-        start: u64,
-        length: usize,
-        pieces: &mut Vec<(u64, Vec<u8>)>,
-    ) -> ObjectResult<()> {
-        let mut page = vec![0u8; PAGE_BYTES as usize];
-        for at in (start..start + length as u64).step_by(PAGE_BYTES as usize) {
-            match self.memory.read_exact(at, &mut page) {
-                Ok(()) => pieces.push((at, page.clone())),
-                Err(error) if error.errno() == Some(libc::EIO) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Ok(())
+        rest.read(owner, self.pid, &self.memory, spans)
     }
 }
 
 impl Found {
     /// Sorts scanned regions into what exists and what was written.
-    fn take_regions(&mut self, fresh: bool) {
+    fn take_regions(&mut self, file: bool, fresh: bool) {
         for region in &self.regions {
-            if region.categories & category::ZERO != 0 {
-                continue;
+            let (start, end) = (region.start, region.end);
+            let exists =
+                region.categories & POPULATED != 0 && region.categories & category::ZERO == 0;
+            let written = fresh || region.categories & category::WRITTEN != 0;
+            if exists && written {
+                self.written.push(start, end);
             }
-            self.populated.push(region.start, region.end);
-            if fresh || region.categories & category::WRITTEN != 0 {
-                self.written.push(region.start, region.end);
+            match (exists, file) {
+                (true, true) => self.in_files.push(start, end),
+                (true, false) => self.anonymous.written.push(start, end),
+                (false, _) => {}
             }
         }
     }
 }
 
-/// Appends `bytes` as runs, zero pages apart.
+/// Fewer zero pages than this travel among the others, where they cost next to nothing.
+const ZEROES_APART: usize = 16;
+
+/// Appends `bytes` as runs, long stretches of zero pages apart.
 pub(crate) fn split_zeroes(owner: PageOwner, start: u64, bytes: &[u8], runs: &mut Vec<PageRun>) {
     let page = PAGE_BYTES as usize;
-    let mut from = 0;
-    while from < bytes.len() {
-        let zero = is_zero(&bytes[from..from + page]);
-        let mut to = from + page;
-        while to < bytes.len() && is_zero(&bytes[to..to + page]) == zero {
-            to += page;
-        }
+    let mut push = |from: usize, to: usize, zero: bool| {
         let content = if zero {
             Content::Zero(((to - from) / page) as u64)
         } else {
             Content::Bytes(bytes[from..to].to_vec())
         };
-        runs.push(PageRun { owner, start: start + from as u64, content });
-        from = to;
+        if from < to {
+            runs.push(PageRun { owner, start: start + from as u64, content });
+        }
+    };
+    let (mut from, mut zeroes) = (0, 0);
+    for at in (0..bytes.len()).step_by(page) {
+        if is_zero(&bytes[at..at + page]) {
+            zeroes += 1;
+            continue;
+        }
+        if zeroes >= ZEROES_APART {
+            push(from, at - zeroes * page, false);
+            push(at - zeroes * page, at, true);
+            from = at;
+        }
+        zeroes = 0;
     }
+    let apart = if zeroes >= ZEROES_APART { zeroes * page } else { 0 };
+    push(from, bytes.len() - apart, false);
+    push(bytes.len() - apart, bytes.len(), true);
 }
 
 fn is_zero(page: &[u8]) -> bool {

@@ -1,5 +1,6 @@
 //! Threads of a stopped guest: registers, and what only the thread itself can be asked.
 
+use std::sync::OnceLock;
 use std::time::Instant;
 
 use hotspare_image::memory::GuestAddr;
@@ -134,7 +135,10 @@ impl Visit {
 fn affinity(tid: HostPid) -> ObjectResult<Vec<u64>> {
     let mask = thread_info::affinity(tid)?;
     let allowed: u32 = mask.iter().map(|word| word.count_ones()).sum();
-    let all = std::thread::available_parallelism().map_or(0, |count| count.get() as u32);
+    // Asking for it reads a dozen files.
+    static ALL: OnceLock<u32> = OnceLock::new();
+    let all = *ALL
+        .get_or_init(|| std::thread::available_parallelism().map_or(0, |count| count.get() as u32));
     Ok(if allowed >= all { Vec::new() } else { mask })
 }
 

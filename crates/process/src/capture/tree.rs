@@ -5,8 +5,7 @@ use std::collections::BTreeMap;
 use hotspare_image::Checkpoint;
 use hotspare_image::memory::MmId;
 use hotspare_image::tree::{
-    ClockReading, GuestPid, LiveProcess, Process as ProcessImage, ProcessState,
-    Thread as ThreadImage,
+    ClockReading, GuestPid, Process as ProcessImage, ProcessState, Thread as ThreadImage,
 };
 use hotspare_kernel::remote::{Call, SLOTS, Stub};
 use hotspare_kernel::thread_info::{self, Status};
@@ -54,19 +53,36 @@ impl Guest {
     }
 
     fn capture_process(&mut self, pid: HostPid) -> ObjectResult<ProcessImage> {
-        let status = thread_info::status(pid)?;
-        let mut live = processes::outside(pid, &status)?;
+        let status = match self.threads.get_mut(&pid) {
+            Some(leader) => thread_info::status_of(pid, &mut leader.status)?,
+            None => thread_info::status(pid)?,
+        };
+        let process = self.processes.get_mut(&pid).ok_or(KernelError::Died(pid))?;
+        let cache = &mut process.cache;
+        let mut live = processes::outside(pid, &status, &mut cache.oom_score)?;
+        if cache.exe.is_none() {
+            cache.layout = processes::layout(pid)?;
+        }
+        let exit_signal = match cache.exit_signal {
+            Some((signal, parent)) if parent == status.parent => signal,
+            _ => thread_info::stat(pid)?.get(34).map_or(libc::SIGCHLD, |signal| *signal as i32),
+        };
+        cache.exit_signal = Some((exit_signal, status.parent));
+        live.mm = process.space.as_ref().map_or(MmId(0), |space| space.id);
         live.job_stopped = self.job_stop(pid);
-        live.mm = self.processes.get(&pid).and_then(|p| p.space.as_ref()).map_or(MmId(0), |s| s.id);
-        self.ask_process(pid, &mut live)?;
-        live.threads = self.capture_threads(pid)?;
+        live.threads = self.capture_threads(pid, &status)?;
+        if let Some(process) = self.processes.get_mut(&pid)
+            && let Some(answers) = process.cache.answers.clone()
+        {
+            answers.describe(&mut live, &mut process.cache.layout);
+        }
         Ok(ProcessImage {
             pid: GuestPid(status.inner[0]),
             parent: self.guest_parent(status.parent),
             group: GuestPid(status.inner[1]),
             session: GuestPid(status.inner[2]),
             state: ProcessState::Alive(Box::new(live)),
-            exit_signal: thread_info::stat(pid)?.get(34).map_or(libc::SIGCHLD, |s| *s as i32),
+            exit_signal,
         })
     }
 
@@ -83,29 +99,27 @@ impl Guest {
         self.processes.get(&HostPid(host)).map_or(INIT, |process| process.guest_pid)
     }
 
-    /// Asks a process about itself through its first visitable thread; one that is stopped by job
-    /// control cannot have changed since it last answered.
-    fn ask_process(&mut self, pid: HostPid, live: &mut LiveProcess) -> ObjectResult<()> {
-        let asked = match self.visitable_thread(pid) {
-            Ok(tid) => Some(tid),
-            Err(error) if self.processes[&pid].cache.answers.is_none() => return Err(error),
-            Err(_) => None,
+    /// What to ask a process about itself, and which of its threads: the first that can be visited.
+    /// None if all are stopped by job control: then nothing can have changed since it last answered.
+    fn questions(&mut self, pid: HostPid) -> ObjectResult<Option<Questions>> {
+        let visitable = self.visitable_thread(pid);
+        let process = self.processes.get_mut(&pid).ok_or(KernelError::Died(pid))?;
+        let tid = match visitable {
+            Ok(tid) => tid,
+            Err(error) if process.cache.answers.is_none() => return Err(error),
+            Err(_) => return Ok(None),
         };
-        let Some(process) = self.processes.get_mut(&pid) else { return Ok(()) };
-        if process.cache.exe.is_none() {
-            process.cache.layout = processes::layout(pid)?;
+        let timers = processes::posix_timers(pid, &mut process.cache.timers)?;
+        if timers.len() <= TIMERS_TOGETHER {
+            return Ok(Some(Questions { tid, timers }));
         }
-        if let (Some(tid), Some(stub)) = (asked, &process.stub) {
-            let timers = processes::posix_timers(pid)?;
+        if let Some(stub) = &process.stub {
             process.cache.answers = Some(ask_one(stub, tid, &timers)?);
         }
-        if let Some(answers) = process.cache.answers.clone() {
-            answers.describe(live, &mut process.cache.layout);
-        }
-        Ok(())
+        Ok(None)
     }
 
-    fn capture_threads(&mut self, pid: HostPid) -> ObjectResult<Vec<ThreadImage>> {
+    fn capture_threads(&mut self, pid: HostPid, leader: &Status) -> ObjectResult<Vec<ThreadImage>> {
         let mut tids: Vec<HostPid> = self.threads_of(pid);
         // The leader first.
         tids.sort_by_key(|tid| (*tid != pid, *tid));
@@ -113,9 +127,10 @@ impl Guest {
             let what = format!("process {pid}");
             return Err(ObjectError::refused(what, "its first thread has ended before the others"));
         }
+        let questions = self.questions(pid)?;
         let mut images = Vec::with_capacity(tids.len());
         for wave in tids.chunks(SLOTS) {
-            self.capture_wave(pid, wave, &mut images)?;
+            self.capture_wave((pid, leader), wave, questions.as_ref(), &mut images)?;
         }
         Ok(images)
     }
@@ -128,8 +143,9 @@ impl Guest {
     /// Captures up to [`SLOTS`] threads side by side.
     fn capture_wave(
         &mut self,
-        pid: HostPid,
+        (pid, leader): (HostPid, &Status),
         wave: &[HostPid],
+        questions: Option<&Questions>,
         images: &mut Vec<ThreadImage>,
     ) -> ObjectResult<()> {
         let mut visits = Vec::with_capacity(wave.len());
@@ -143,20 +159,30 @@ impl Guest {
                 }
             }
         }
-        let Some(stub) = self.processes.get(&pid).and_then(|process| process.stub.as_ref()) else {
+        let process = self.processes.get_mut(&pid);
+        let Some((stub, cache)) = process.and_then(|p| Some((p.stub.as_ref()?, &mut p.cache)))
+        else {
             put_back(&mut visits);
             return Err(ObjectError::transient(format!("process {pid}"), "it has no stub yet"));
         };
-        let answers = ask_wave(stub, wave, &visits);
+        let answers = ask_wave(stub, wave, &visits, questions);
         put_back(&mut visits);
-        for ((tid, visit), answers) in wave.iter().zip(visits).zip(answers?) {
-            let status = thread_info::status(*tid)?;
+        let (answers, of_process) = answers?;
+        cache.answers = of_process.or(cache.answers.take());
+        for ((tid, visit), answers) in wave.iter().zip(visits).zip(answers) {
             let Some(thread) = self.threads.get_mut(tid) else { continue };
+            let own;
+            let status = if *tid == pid {
+                leader
+            } else {
+                own = thread_info::status_of(*tid, &mut thread.status)?;
+                &own
+            };
             thread.answers = answers.or(thread.answers);
             let known = thread.answers.ok_or_else(|| {
                 ObjectError::transient(format!("thread {tid}"), "stopped by job control")
             })?;
-            images.push(visit.describe(thread, &status, &known)?);
+            images.push(visit.describe(thread, status, &known)?);
         }
         Ok(())
     }
@@ -214,22 +240,50 @@ fn ask_one(stub: &Stub, tid: HostPid, timers: &[TimerLine]) -> ObjectResult<Proc
     ProcessAnswers::read(&calls, timers, stub, Stub::scratch_offset(0))
 }
 
-/// Lets all visited threads answer at the same time.
-fn ask_wave(stub: &Stub, wave: &[HostPid], visits: &[Visit]) -> ObjectResult<Vec<Option<Answers>>> {
-    let mut asked: BTreeMap<usize, [Call; threads::CALLS]> = BTreeMap::new();
+/// What a process is asked together with one of its threads.
+struct Questions {
+    tid: HostPid,
+    timers: Vec<TimerLine>,
+}
+
+/// With more POSIX timers a process is asked apart from its thread.
+const TIMERS_TOGETHER: usize = 80;
+
+type WaveAnswers = (Vec<Option<Answers>>, Option<ProcessAnswers>);
+
+/// Lets all visited threads answer at the same time, and one of them for the process.
+fn ask_wave(
+    stub: &Stub,
+    wave: &[HostPid],
+    visits: &[Visit],
+    questions: Option<&Questions>,
+) -> ObjectResult<WaveAnswers> {
+    const BESIDE: usize = threads::SCRATCH as usize;
+    let mut asked: BTreeMap<usize, Vec<Call>> = BTreeMap::new();
     for (slot, (tid, visit)) in wave.iter().zip(visits).enumerate() {
         if let Some(detour) = &visit.detour {
-            let calls = threads::ask(stub.scratch(slot));
+            let mut calls = threads::ask(stub.scratch(slot)).to_vec();
+            if let Some(questions) = questions.filter(|questions| questions.tid == *tid) {
+                let scratch = stub.scratch(slot) + threads::SCRATCH;
+                calls.extend(processes::ask(scratch, stub.probe_page(), &questions.timers));
+            }
             stub.start(*tid, slot, detour.registers(), &calls)?;
             asked.insert(slot, calls);
         }
     }
     let mut answers = vec![None; wave.len()];
+    let mut of_process = None;
     for (slot, mut calls) in asked {
         stub.finish(wave[slot], slot, &mut calls)?;
-        answers[slot] = Some(Answers::read(&calls, stub, Stub::scratch_offset(slot))?);
+        let (own, rest) = calls.split_at(threads::CALLS);
+        let scratch = Stub::scratch_offset(slot);
+        answers[slot] = Some(Answers::read(own, stub, scratch)?);
+        if let Some(questions) = questions.filter(|_| !rest.is_empty()) {
+            let timers = &questions.timers;
+            of_process = Some(ProcessAnswers::read(rest, timers, stub, scratch + BESIDE)?);
+        }
     }
-    Ok(answers)
+    Ok((answers, of_process))
 }
 
 /// Orders processes so that a parent comes before its children.

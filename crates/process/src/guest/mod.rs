@@ -23,6 +23,7 @@ use hotspare_kernel::HostPid;
 use hotspare_kernel::news::News;
 use hotspare_kernel::ptrace::{self, Stop, Waited, Whose};
 
+use crate::capture::rest::Rest;
 use crate::capture::shared::SharedTable;
 use crate::objects::error::{ObjectError, ObjectResult};
 use crate::pages::PageRun;
@@ -42,6 +43,7 @@ pub struct Guest {
     pub(crate) shared: SharedTable,
     /// Runs of a checkpoint that failed after they were made.
     pub(crate) unsent: Vec<PageRun>,
+    pub(crate) rest: Rest,
     /// The guest is not let go after the next checkpoint.
     pub(crate) stays_held: bool,
     /// It was not.
@@ -84,6 +86,7 @@ impl Guest {
             ended: BTreeMap::new(),
             shared: SharedTable::default(),
             unsent: Vec::new(),
+            rest: Rest::default(),
             stays_held: false,
             held: false,
             news: News::new()?,

@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use hotspare_image::tree::GuestPid;
+use hotspare_kernel::kept_file::KeptFile;
 use hotspare_kernel::ptrace::{Registers, Stop};
 use hotspare_kernel::remote::Stub;
 use hotspare_kernel::thread_info::{self, Status};
@@ -50,6 +51,8 @@ pub struct Thread {
     pub(crate) in_vfork: bool,
     /// What it last said about itself.
     pub(crate) answers: Option<Answers>,
+    /// `/proc/TID/status`.
+    pub(crate) status: KeptFile,
 }
 
 /// A restartable system call as first seen.
@@ -111,6 +114,7 @@ impl Guest {
                 made_again: None,
                 in_vfork: false,
                 answers: None,
+                status: KeptFile::of(tid, "status"),
             },
         );
         Ok(())
@@ -126,7 +130,7 @@ impl Guest {
             pidfd,
             space: None,
             stub: None,
-            cache: ProcessCache::default(),
+            cache: ProcessCache::new(pid),
             borrows_memory,
         };
         self.processes.insert(pid, process);
@@ -184,7 +188,7 @@ impl Guest {
         if let Some(process) = self.processes.get_mut(&tid) {
             process.space = None;
             process.stub = None;
-            process.cache = ProcessCache::default();
+            process.cache = ProcessCache::new(tid);
             process.borrows_memory = false;
         }
         if let Some(thread) = self.threads.get_mut(&tid) {
