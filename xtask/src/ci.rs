@@ -68,6 +68,7 @@ pub fn ci(arguments: &CiArguments) -> Result<()> {
         if ENGINE {
             let each_once = KillArguments::default();
             suites.push(own_suite("kills", || kills::all(&each_once))?);
+            suites.push(own_suite("moves", || kills::all(&KillArguments::moves()))?);
         }
     }
     report(&suites)

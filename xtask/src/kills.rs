@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hotspare_torture::dice::Dice;
 use hotspare_torture::programs::{
-    Program, build_examples, by_name, missing_commands, programs, run_with_failover,
+    Change, Program, build_examples, by_name, missing_commands, programs, run_with_change,
 };
 
 use crate::tree;
@@ -22,6 +22,10 @@ pub struct KillArguments {
     /// Takes this very seed for every run, to repeat one
     #[arg(long)]
     exact_seed: Option<u64>,
+    /// Moves the programs as planned instead of killing their hosts: nothing may be lost, no
+    /// connection may break
+    #[arg(long)]
+    switchover: bool,
     /// Only these programs
     #[arg(long = "program", value_name = "NAME")]
     programs: Vec<String>,
@@ -34,7 +38,15 @@ impl Default for KillArguments {
     /// Each program once.
     fn default() -> KillArguments {
         let count = programs().len() as u64;
-        KillArguments { count, seed: 1, exact_seed: None, programs: vec![], epoch_ms: 100 }
+        let (exact_seed, switchover, programs) = (None, false, vec![]);
+        KillArguments { count, seed: 1, exact_seed, switchover, programs, epoch_ms: 100 }
+    }
+}
+
+impl KillArguments {
+    /// Each program moved once, as planned.
+    pub fn moves() -> KillArguments {
+        KillArguments { switchover: true, ..KillArguments::default() }
     }
 }
 
@@ -42,7 +54,8 @@ impl Default for KillArguments {
 pub fn kills(arguments: &KillArguments) -> Result<()> {
     let (passed, failed) = all(arguments)?;
     println!("{passed} passed, {failed} failed");
-    ensure!(failed == 0 && passed > 0, "{failed} of {} kills were not survived", arguments.count);
+    let what = if arguments.switchover { "moves" } else { "kills" };
+    ensure!(failed == 0 && passed > 0, "{failed} of {} {what} were not survived", arguments.count);
     Ok(())
 }
 
@@ -53,11 +66,12 @@ pub fn all(arguments: &KillArguments) -> Result<(u64, u64)> {
     let chosen = chosen(&arguments.programs)?;
     let dice = Dice::new(arguments.seed);
     let epoch = Duration::from_millis(arguments.epoch_ms);
+    let change = if arguments.switchover { Change::Planned } else { Change::Death };
     let (mut passed, mut failed) = (0, 0);
     for number in 0..arguments.count {
         let program = &chosen[(number % chosen.len() as u64) as usize];
         let seed = arguments.exact_seed.unwrap_or_else(|| dice.part(number).roll());
-        match run_with_failover(program, seed, binary.clone(), epoch) {
+        match run_with_change(program, seed, binary.clone(), epoch, change) {
             Ok(run) => {
                 println!("{run}");
                 *if run.is_good() { &mut passed } else { &mut failed } += 1;

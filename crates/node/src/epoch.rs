@@ -1,6 +1,6 @@
 //! One epoch on the primary: pre-copy, stop, take the rest, send.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -21,7 +21,7 @@ use hotspare_process::pages::PageRun;
 use hotspare_replica::Sender;
 
 use crate::alike::{Alike, Told};
-use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY, Outgoing, PIECE_BYTES};
+use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY, Outgoing, PIECE_BYTES, Piece};
 use crate::settings::Settings;
 
 /// Pages that may be left for the pause.
@@ -51,8 +51,10 @@ pub struct EpochMaker {
     pub term: Term,
     /// The last epoch that was taken.
     pub epoch: Epoch,
-    /// The next checkpoint must describe everything.
-    pub full: bool,
+    /// Spares that take part from the next checkpoint on.
+    joining: BTreeMap<NodeId, Sender>,
+    /// Spares to which the checkpoint under way must describe everything.
+    incomplete: BTreeSet<NodeId>,
     /// No pre-copy, and every page at every stop: the measure of what the other way is worth.
     pub stop_and_copy: bool,
     /// Bytes sent to each spare when it last acknowledged a checkpoint.
@@ -125,7 +127,8 @@ impl EpochMaker {
             spares: BTreeMap::new(),
             term: Term(0),
             epoch: Epoch(0),
-            full: true,
+            joining: BTreeMap::new(),
+            incomplete: BTreeSet::new(),
             stop_and_copy: false,
             wire_bytes: BTreeMap::new(),
             alike: Alike::new(settings.rules()),
@@ -142,12 +145,31 @@ impl EpochMaker {
         self.guest.hold_after_checkpoint(hold);
     }
 
-    /// A spare must be told everything.
-    pub fn begin_full(&mut self) {
+    /// All spares must be told everything.
+    fn begin_full(&mut self) {
         if let Some(open) = self.open.take() {
             self.each_spare(|spare| spare.abort(open.position));
         }
-        self.full = true;
+        self.incomplete = self.spares.keys().copied().collect();
+    }
+
+    /// A spare is there that starts from nothing. It takes part from the next checkpoint on: the
+    /// one under way is of no use to it, and the others go on with that.
+    pub fn join(&mut self, node: NodeId, spare: Sender) {
+        self.leave(node);
+        self.joining.insert(node, spare);
+    }
+
+    /// A spare is gone; the way to it.
+    pub fn leave(&mut self, node: NodeId) -> Option<Sender> {
+        self.incomplete.remove(&node);
+        self.wire_bytes.remove(&node);
+        self.spares.remove(&node).or_else(|| self.joining.remove(&node))
+    }
+
+    /// All spares, also those that do not take part yet.
+    pub fn all_spares(&self) -> impl Iterator<Item = &Sender> {
+        self.spares.values().chain(self.joining.values())
     }
 
     /// Tries to take a checkpoint, for a few milliseconds. Spares whose stream is broken drop out
@@ -181,16 +203,22 @@ impl EpochMaker {
     fn begin(&mut self) {
         let position = Position::checkpoint(self.epoch.next());
         let mut outgoing = Outgoing::default();
-        if self.full {
-            self.guest.rewind();
+        for (node, spare) in std::mem::take(&mut self.joining) {
+            self.spares.insert(node, spare);
+            self.incomplete.insert(node);
+        }
+        if !self.incomplete.is_empty() {
+            self.guest.copy_again();
             self.alike.forget();
             for (index, directory) in self.directories.iter().enumerate() {
                 let chunks = directory.initial_copy().chunks(PIECE_BYTES as usize);
                 outgoing.add_files(index, CHUNK_COPY, chunks);
             }
         }
-        let (term, full) = (self.term, self.full);
-        self.each_spare(|spare| spare.begin(position, term, full));
+        for (node, spare) in &self.spares {
+            // A broken stream is reported by the reader of its answers.
+            let _ = spare.begin(position, self.term, self.incomplete.contains(node));
+        }
         let began = Instant::now();
         self.open = Some(Open { position, began, pages: 0, tries: 0, outgoing, captured: None });
     }
@@ -217,7 +245,7 @@ impl EpochMaker {
     }
 
     fn try_attempt(&mut self, until: Instant) -> ObjectResult<Attempt> {
-        if self.full && !self.name_files()? {
+        if !self.incomplete.is_empty() && !self.name_files()? {
             return Ok(Attempt::Later(Obstacle::Passing(READING.to_owned())));
         }
         if let Some(obstacle) = self.send_waiting(until)? {
@@ -249,7 +277,7 @@ impl EpochMaker {
             Some(Open { position, began, pages, captured: Some(captured), .. }) => {
                 self.each_spare(|spare| spare.end(position));
                 self.epoch = position.epoch;
-                self.full = false;
+                self.incomplete.clear();
                 Ok(Attempt::Taken(Box::new(Taken { position, began, captured, pages })))
             }
             _ => Ok(Attempt::Later(Obstacle::Work)),
@@ -279,7 +307,12 @@ impl EpochMaker {
             }
             let Some(open) = &mut self.open else { return Ok(None) };
             let Some(piece) = open.outgoing.next().map_err(files_failed)? else { return Ok(None) };
-            self.each_spare(|spare| piece.send(spare));
+            let copies = matches!(piece, Piece::Copies(_));
+            for (node, spare) in &self.spares {
+                if !copies || self.incomplete.contains(node) {
+                    let _ = piece.send(spare);
+                }
+            }
             self.guest.pump(&[], Duration::ZERO)?;
             if Instant::now() > until {
                 return Ok(Some(Obstacle::Work));

@@ -36,6 +36,8 @@ pub enum Piece {
     Zero(PageOwner, Arc<Vec<hotspare_replica::PageRun>>),
     Discard(PageOwner, Arc<Vec<hotspare_replica::PageRun>>),
     Files(Arc<Vec<u8>>),
+    /// For spares that start from nothing.
+    Copies(Arc<Vec<u8>>),
     State(Arc<Vec<u8>>),
 }
 
@@ -46,7 +48,7 @@ impl Piece {
             Self::Pages(batch) => spare.pages(batch.clone()),
             Self::Zero(owner, runs) => spare.zero_runs(*owner, runs.clone()),
             Self::Discard(owner, runs) => spare.discard_runs(*owner, runs.clone()),
-            Self::Files(bytes) => spare.file_changes(bytes.clone()),
+            Self::Files(bytes) | Self::Copies(bytes) => spare.file_changes(bytes.clone()),
             Self::State(bytes) => spare.state(bytes.clone()),
         }
     }
@@ -84,7 +86,11 @@ impl Outgoing {
             let piece = match load {
                 Load::Runs(runs) => runs.next(),
                 Load::Files { head, chunks } => {
-                    chunks.next().transpose()?.map(|chunk| Piece::Files(framed(*head, &chunk)))
+                    let piece = match head[1] {
+                        CHUNK_COPY => Piece::Copies,
+                        _ => Piece::Files,
+                    };
+                    chunks.next().transpose()?.map(|chunk| piece(framed(*head, &chunk)))
                 }
                 Load::State { bytes, sent } => {
                     let end = bytes.len().min(*sent + PIECE_BYTES as usize);
@@ -228,7 +234,7 @@ mod tests {
                 }
                 Piece::Zero(..) => order.push('z'),
                 Piece::Discard(..) => order.push('d'),
-                Piece::Files(_) => order.push('f'),
+                Piece::Files(_) | Piece::Copies(_) => order.push('f'),
                 Piece::State(bytes) => {
                     assert!(bytes.len() as u64 <= PIECE_BYTES);
                     state += bytes.len();

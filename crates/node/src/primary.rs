@@ -95,7 +95,7 @@ impl Primary {
 
     /// Takes a checkpoint if somebody wants it; returns how long to wait for the next.
     fn take_epoch(&mut self) -> Duration {
-        if self.maker.spares.is_empty() {
+        if self.maker.all_spares().next().is_none() {
             return self.settings.epoch;
         }
         match self.maker.attempt() {
@@ -166,7 +166,7 @@ impl Primary {
             Message::Acknowledged(node, position) => self.acknowledged(node, position),
             Message::SpareOut(node, stream) => {
                 if self.reach.get(&node).is_some_and(|reach| reach.stream == stream) {
-                    self.maker.spares.remove(&node);
+                    self.maker.leave(node);
                     self.reach.remove(&node);
                 }
             }
@@ -185,8 +185,7 @@ impl Primary {
     fn spare_in(&mut self, spare: SpareIn) -> anyhow::Result<()> {
         let SpareIn { heart, listens, stream, .. } = spare;
         self.reach.insert(spare.node, Reach { heart, listens, stream });
-        self.maker.begin_full();
-        self.maker.spares.insert(spare.node, spare.sender);
+        self.maker.join(spare.node, spare.sender);
         Ok(())
     }
 
@@ -212,7 +211,7 @@ impl Primary {
             Action::RefuseSpare(node) => self.answer(node, None),
             Action::DropSpare { node, cause } => {
                 let text = drop_text(cause).to_owned();
-                if let Some(spare) = self.maker.spares.remove(&node) {
+                if let Some(spare) = self.maker.leave(node) {
                     let _ = spare.goodbye(&Goodbye { code: GoodbyeCode::Dropped, text });
                 }
             }
@@ -221,7 +220,7 @@ impl Primary {
             Action::BecomeUnprotected => self.agent.reporter.unprotected(),
             Action::Fence(cause) => return self.fence(cause),
             Action::TellGuestDied => {
-                for spare in self.maker.spares.values() {
+                for spare in self.maker.all_spares() {
                     let _ = spare.guest_died();
                 }
             }
@@ -282,7 +281,7 @@ impl Primary {
             }
         };
         let entries: Vec<MemberEntry> = members.iter().map(entry).collect();
-        for spare in self.maker.spares.values() {
+        for spare in self.maker.all_spares() {
             let _ = spare.members(&entries);
         }
     }
@@ -315,7 +314,7 @@ impl Primary {
 
     fn say_goodbye(&self, code: GoodbyeCode, text: &str) {
         let goodbye = Goodbye { code, text: text.to_owned() };
-        for spare in self.maker.spares.values() {
+        for spare in self.maker.all_spares() {
             let _ = spare.goodbye(&goodbye);
         }
     }
@@ -324,7 +323,7 @@ impl Primary {
     /// end would take over.
     fn last_words(&self) {
         let deadline = Instant::now() + LAST_WORDS;
-        let waiting = || self.maker.spares.values().any(|spare| spare.broken().is_none());
+        let waiting = || self.maker.all_spares().any(|spare| spare.broken().is_none());
         while waiting() && Instant::now() < deadline {
             std::thread::sleep(AGAIN);
         }
@@ -341,7 +340,7 @@ impl Primary {
         let killed = libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL;
         if killed {
             self.agent.brain.tell(Event::GuestDied);
-            for spare in self.maker.spares.values() {
+            for spare in self.maker.all_spares() {
                 let _ = spare.guest_died();
             }
             self.say_goodbye(GoodbyeCode::SteppedDown, "the guest was killed");

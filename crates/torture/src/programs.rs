@@ -16,6 +16,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::clients::Pace;
 use crate::clock::{Instant, millis};
 use crate::dice::Dice;
 use crate::lab::{LAB_DIR, LabError, Process, SERVICE_CIDR, SERVICE_V4};
@@ -81,6 +82,8 @@ pub struct Stage {
     pub service: SocketAddr,
     /// Decides everything that is random.
     pub seed: u64,
+    /// How patient clients are.
+    pub pace: Pace,
     /// The program's command line.
     pub command: Vec<String>,
 }
@@ -98,6 +101,8 @@ pub struct Ending<'a> {
     pub host: &'a Arc<Host>,
     /// The program itself, or the `hotspare` that has it now.
     pub process: &'a Process,
+    /// True if the program has changed hosts.
+    pub moved: bool,
     /// When the primary was killed, if it was.
     pub death: Option<Instant>,
     /// What the program had done by then must have survived, as far as is known.
@@ -111,7 +116,7 @@ pub struct Ending<'a> {
 impl Ending<'_> {
     /// Waits for the end of the program and gives its exit status.
     pub fn exit_status(&self, at_most: Duration) -> Result<i32, LabError> {
-        if self.death.is_some() {
+        if self.moved {
             return Engine::guest_ended(self.process, at_most);
         }
         Ok(self.process.wait(at_most)?.code().unwrap_or(-1))
@@ -172,6 +177,15 @@ impl std::fmt::Display for Run {
     }
 }
 
+/// How a program comes to its spare.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// Its host dies. What it did since the last checkpoint may be lost.
+    Death,
+    /// `hotspare switchover`. Nothing is lost, no connection breaks.
+    Planned,
+}
+
 /// Commands that a program needs and this machine lacks.
 pub fn missing_commands(program: &Program) -> Vec<&'static str> {
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -181,7 +195,7 @@ pub fn missing_commands(program: &Program) -> Vec<&'static str> {
     program.needs.iter().filter(is_missing).copied().collect()
 }
 
-fn stage(program: &Program, seed: u64) -> Result<Stage, LabError> {
+fn stage(program: &Program, seed: u64, change: Option<Change>) -> Result<Stage, LabError> {
     let lab = Lab::new(3)?;
     for host in lab.hosts() {
         let work = host.outside(WORK_DIR);
@@ -195,12 +209,17 @@ fn stage(program: &Program, seed: u64) -> Result<Stage, LabError> {
         .and_then(|()| std::fs::create_dir(&work))
         .map_err(|source| LabError::Io { doing: format!("empty {}", work.display()), source })?;
     let service = (SERVICE_V4, program.port).into();
-    Ok(Stage { lab, service, seed, command: program.command.clone() })
+    let mut pace = Pace::default();
+    if change == Some(Change::Planned) {
+        // Who is moved as planned only waits; a slow machine is no broken promise.
+        pace.reply_at_most = HANG;
+    }
+    Ok(Stage { lab, service, seed, pace, command: program.command.clone() })
 }
 
 /// Runs a program on one host to its natural end, or for a second if it has none, and checks it.
 pub fn run_plainly(program: &Program, seed: u64) -> Result<Run, LabError> {
-    let stage = stage(program, seed)?;
+    let stage = stage(program, seed, None)?;
     let host = stage.lab.host(0);
     host.add_address(SERVICE_CIDR)?;
     let mut watch = program.check.rehearse(&stage)?;
@@ -208,19 +227,28 @@ pub fn run_plainly(program: &Program, seed: u64) -> Result<Run, LabError> {
     watch.begin(&stage)?;
     watch.goes_on(Instant::now());
     let (client, service) = (stage.lab.client(), stage.service);
-    let ending = Ending { host, process: &process, death: None, covered: None, client, service };
+    let ending = Ending {
+        host,
+        process: &process,
+        moved: false,
+        death: None,
+        covered: None,
+        client,
+        service,
+    };
     let findings = watch.finish(&ending)?;
     Ok(Run { program: program.name, seed, failover: None, outage: None, findings })
 }
 
-/// Protects a program, kills its host at a random instant, and checks what goes on at the spare.
-pub fn run_with_failover(
+/// Protects a program, changes its host at a random instant, and checks what goes on at the spare.
+pub fn run_with_change(
     program: &Program,
     seed: u64,
     binary: PathBuf,
     epoch: Duration,
+    change: Change,
 ) -> Result<Run, LabError> {
-    let stage = stage(program, seed)?;
+    let stage = stage(program, seed, Some(change))?;
     let (primary_host, spare_host) = (stage.lab.host(0), stage.lab.host(1));
     let replicated = program.writes.then(|| WORK_DIR.to_owned()).into_iter().collect();
     let service_cidr = Some(SERVICE_CIDR.to_owned());
@@ -233,30 +261,56 @@ pub fn run_with_failover(
 
     let (least, most) = watch.length().map_or(program.kill, |length| (length / 20, length / 2));
     (Instant::now() + Dice::new(seed).between(least, most)).sleep_until();
-    let ended_early = primary.try_wait().is_some();
-    let death = primary_host.kill()?;
     let mut wrongs = Vec::new();
-    if ended_early {
+    if primary.try_wait().is_some() {
         let said = primary.stdout().text() + &primary.stderr().text();
-        wrongs.push(format!("the primary ended before it was killed and said:\n{said}"));
+        wrongs.push(format!("the primary ended before its time and said:\n{said}"));
     }
+    let (since, death, mut facts) = change_host(&engine, &stage, change)?;
     let (failover, _) = Engine::taken_over(&spare)?;
-    primary.wait(HANG)?;
-    let goes_on = watch.goes_on(death);
-    let outage = goes_on.then(|| Instant::now().since(death));
+    let status = primary.wait(HANG)?;
+    if change == Change::Planned && !status.success() {
+        wrongs.push(format!("the primary ended with {status} after a switchover"));
+    }
+    let goes_on = watch.goes_on(since);
+    let outage = goes_on.then(|| Instant::now().since(since));
     if !goes_on {
-        wrongs.push(format!("no sign of life within {HANG:?} of the death"));
+        wrongs.push(format!("no sign of life within {HANG:?}"));
     }
     let (client, service) = (stage.lab.client(), stage.service);
     let committed = Committed::of(&primary);
     if committed.last().is_some_and(|last| last > failover.epoch) {
         wrongs.push(format!("{committed:?}, but it went on from epoch {}", failover.epoch));
     }
-    let (host, death, covered) = (spare_host, Some(death), committed.covers(failover.epoch));
-    let ending = Ending { host, process: &spare, death, covered, client, service };
+    let covered = death.and_then(|_| committed.covers(failover.epoch));
+    let (host, moved) = (spare_host, true);
+    let ending = Ending { host, process: &spare, moved, death, covered, client, service };
     let mut findings = watch.finish(&ending)?;
     findings.wrongs.extend(wrongs);
+    facts.append(&mut findings.facts);
+    findings.facts = facts;
     Ok(Run { program: program.name, seed, failover: Some(failover), outage, findings })
+}
+
+/// Kills the first host, or moves the guest: since when it does not run there any more, when the
+/// host died, and what was said.
+fn change_host(
+    engine: &Engine,
+    stage: &Stage,
+    change: Change,
+) -> Result<(Instant, Option<Instant>, Vec<String>), LabError> {
+    let host = stage.lab.host(0);
+    match change {
+        Change::Death => {
+            let death = host.kill()?;
+            Ok((death, Some(death), Vec::new()))
+        }
+        Change::Planned => {
+            let since = Instant::now();
+            let said = host.run(Command::new(&engine.binary).arg("switchover"), HANG)?;
+            Ok((since, None, vec![said.trim().to_owned()]))
+        }
+    }
 }
 
 /// Starts a program on a host, plainly.

@@ -6,6 +6,7 @@ use hotspare_torture::chain::{
     Scene, descendants, protected_times, said, says, settle, signal_redis, takeovers,
 };
 use hotspare_torture::lab::{Line, Process};
+use hotspare_torture::programs::{Change, by_name, run_with_change};
 use hotspare_torture::protected::{Engine, HANG, STREAM_PORT};
 use nix::sys::signal::Signal;
 
@@ -26,17 +27,21 @@ fn heir<'a>(spares: &[&'a Process]) -> &'a Process {
     }
 }
 
+/// Waits until so many spares of the primary on host 0 could take over.
+fn await_ready(scene: &Scene, primary: &Process, wanted: u64) {
+    let deadline = hotspare_torture::clock::Instant::now() + HANG;
+    while Engine::status(scene.host(0), &scene.engine.binary, "ready") != Some(wanted) {
+        let late = hotspare_torture::clock::Instant::now() > deadline;
+        assert!(!late, "{wanted} spares ready:\n{}", said(primary));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 /// Two spares, two deaths: `spares` are on hosts 1 and 2, the Redis on host 0.
 fn two_deaths(scene: &Scene, primary: &Process, spares: [&Process; 2]) {
     protected_times(primary, 1);
     // Both must be ready, or the second has nothing to inherit.
-    for spare in spares {
-        let ready = || Engine::status(scene.host(0), &scene.engine.binary, "ready");
-        while ready() != Some(2) {
-            assert!(spare.try_wait().is_none(), "a spare has ended:\n{}", said(spare));
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    }
+    await_ready(scene, primary, 2);
     scene.set("first", "1");
     settle(primary);
     scene.host(0).kill().unwrap();
@@ -75,6 +80,38 @@ fn spares_that_only_dial_survive_two_deaths() {
     let one = scene.joining_spare(1, listens);
     let two = scene.joining_spare(2, listens);
     two_deaths(&scene, &primary, [&one, &two]);
+}
+
+#[test]
+fn a_spare_that_joins_leaves_the_other_as_it_is() {
+    for dies in [1, 2] {
+        let mut scene = Scene::new(3, EPOCH);
+        let listens = scene.host(0).socket(STREAM_PORT);
+        scene.engine.more = vec!["--listen".to_owned(), listens.to_string()];
+        let one = scene.engine.spare(scene.host(1)).unwrap();
+        let primary = scene.run(&[1]);
+        scene.set("early", "1");
+        await_ready(&scene, &primary, 1);
+        let ghost = descendants(one.pid(), "redis-server");
+        assert_eq!(ghost.len(), 1);
+
+        let two = scene.joining_spare(2, listens);
+        await_ready(&scene, &primary, 2);
+        scene.set("late", "2");
+        settle(&primary);
+        assert_eq!(descendants(one.pid(), "redis-server"), ghost, "its ghost was built anew");
+        let unprotected = |line: &Line| line.text.contains("\"unprotected\"");
+        assert!(!primary.stdout().lines().iter().any(unprotected), "{}", said(&primary));
+
+        // Either of them has everything.
+        scene.host(dies).kill().unwrap();
+        await_ready(&scene, &primary, 1);
+        scene.host(0).kill().unwrap();
+        let heir = if dies == 1 { &two } else { &one };
+        Engine::taken_over(heir).unwrap();
+        assert_eq!(scene.get("early").as_deref(), Some("1"));
+        assert_eq!(scene.get("late").as_deref(), Some("2"));
+    }
 }
 
 #[test]
@@ -122,6 +159,17 @@ fn a_switchover_that_comes_to_nothing_leaves_the_guest_where_it_is() {
     assert_eq!(primary.wait(HANG).unwrap().code(), Some(0), "{}", said(&primary));
     assert_eq!(scene.get("kept").as_deref(), Some("yes"));
     assert_eq!(takeovers(&spare), 1);
+}
+
+#[test]
+fn a_redis_under_load_moves_without_a_loss() {
+    let redis = by_name("redis-server").expect("a program of the list");
+    let binary = Engine::built().expect("build the program first");
+    for seed in 1..=3 {
+        let run = run_with_change(&redis, seed, binary.clone(), EPOCH, Change::Planned).unwrap();
+        println!("{run}");
+        assert!(run.is_good(), "{run}");
+    }
 }
 
 #[test]

@@ -177,20 +177,9 @@ impl Guest {
         Ok(())
     }
 
-    /// Makes the next checkpoint describe everything as new, as a spare needs that starts from
-    /// nothing: all pages wait to be copied again.
-    pub fn rewind(&mut self) {
-        self.unsent.clear();
-        for process in self.processes.values_mut() {
-            if let Some(space) = process.space.as_mut() {
-                space.rewind();
-            }
-        }
-        self.shared.rewind();
-    }
-
-    /// Lets all pages wait to be copied again.
-    fn copy_again(&mut self) {
+    /// Lets all pages wait to be copied again, as a spare needs that starts from nothing. For the
+    /// other spares the next checkpoint is an increment as any other.
+    pub fn copy_again(&mut self) {
         for process in self.processes.values_mut() {
             if let Some(space) = process.space.as_mut() {
                 space.copy_again();

@@ -181,14 +181,6 @@ impl SharedTable {
         Ok(())
     }
 
-    /// Marks everything as to be copied, for a spare that starts from nothing.
-    pub fn rewind(&mut self) {
-        self.copy_again();
-        for object in self.objects.values_mut() {
-            object.reset = true;
-        }
-    }
-
     /// Lets all pages wait to be copied.
     pub(crate) fn copy_again(&mut self) {
         for object in self.objects.values_mut() {

@@ -183,13 +183,6 @@ impl Space {
         })
     }
 
-    /// Makes the next checkpoint describe the whole space as new: all pages wait to be copied.
-    pub fn rewind(&mut self) {
-        self.reset = true;
-        self.discards.clear();
-        self.copy_again();
-    }
-
     /// Lets all pages wait to be copied.
     pub(crate) fn copy_again(&mut self) {
         self.backlog = self.backlog.with(&self.in_files).with(&self.anonymous.populated);

@@ -29,7 +29,7 @@ impl Check for StoreCheck {
             writes: 0.3,
             seed: stage.seed,
         };
-        let pace = Pace { rate_per_s: self.rate_per_s, ..Pace::default() };
+        let pace = Pace { rate_per_s: self.rate_per_s, ..stage.pace };
         Ok(Box::new(StoreWatch { pace, sessions: plan.sessions(pace.lanes), load: None }))
     }
 }

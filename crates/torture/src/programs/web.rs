@@ -22,8 +22,8 @@ impl Check for WebCheck {
         self.files.iter().try_for_each(|(name, content)| put(host, name, content))
     }
 
-    fn rehearse(&self, _stage: &Stage) -> Result<Box<dyn Watch>, LabError> {
-        let pace = Pace { rate_per_s: 400.0, ..Pace::default() };
+    fn rehearse(&self, stage: &Stage) -> Result<Box<dyn Watch>, LabError> {
+        let pace = Pace { rate_per_s: 400.0, ..stage.pace };
         let sessions = vec![HttpLane::new(self.path, self.body.clone()); pace.lanes];
         Ok(Box::new(WebWatch { pace, sessions, load: None }))
     }
