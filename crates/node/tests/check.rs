@@ -1,6 +1,7 @@
 //! `hotspare check`: every obstacle with its reason and a way out, and the exit status.
 
 use std::fs;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
@@ -109,7 +110,8 @@ fn running_programs_are_looked_at_without_being_disturbed() {
         let out = directory.path().join("out");
         let mut program = Command::new(guests().join(&name));
         program.arg(&out).env("GUEST_STEP_MS", "40").env("GUEST_STEPS", "50");
-        let mut program = program.stdout(Stdio::null()).spawn().unwrap();
+        program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
+        let mut program = program.spawn().unwrap();
         let pid = program.id().to_string();
         let rule = format!("shared:{}", directory.path().display());
         // A program is looked at until it has got that far.
@@ -126,6 +128,9 @@ fn running_programs_are_looked_at_without_being_disturbed() {
         });
         assert!(found, "{name} lacks {reason:?}: {last}");
         assert!(program.wait().unwrap().success(), "{name} was disturbed");
+        // Children that some leave behind.
+        let group = nix::unistd::Pid::from_raw(program.id() as i32);
+        let _ = nix::sys::signal::killpg(group, nix::sys::signal::Signal::SIGKILL);
         assert!(fs::read_to_string(out).unwrap().ends_with("PASS\n"), "{name} was disturbed");
     }
 }
