@@ -22,6 +22,12 @@ test: setup
 
 install: all
 	install -D -m 755 target/release/hotspare $(DESTDIR)$(PREFIX)/bin/hotspare
+	install -d $(DESTDIR)$(PREFIX)/share/man/man1
+	target/release/hotspare man $(DESTDIR)$(PREFIX)/share/man/man1
+	@for shell in bash:bash-completion/completions/hotspare zsh:zsh/site-functions/_hotspare \
+	    fish:fish/vendor_completions.d/hotspare.fish; do \
+	    file=$(DESTDIR)$(PREFIX)/share/$${shell#*:}; install -d $$(dirname $$file); \
+	    target/release/hotspare completions $${shell%%:*} > $$file; echo $$file; done
 
 clean:
 	$(CARGO) clean

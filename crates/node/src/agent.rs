@@ -299,6 +299,7 @@ impl Agent {
 
     /// What `hotspare status` shows.
     pub fn status(&self) -> serde_json::Value {
+        let (p50, p99) = self.reporter.pauses_us();
         let face = self.face();
         serde_json::json!({
             "pid": std::process::id(),
@@ -308,6 +309,8 @@ impl Agent {
             "epoch": face.epoch,
             "spares": face.spares,
             "ready": face.ready,
+            "pause_p50_us": p50,
+            "pause_p99_us": p99,
         })
     }
 

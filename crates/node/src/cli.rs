@@ -5,7 +5,6 @@ use std::net::TcpListener;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Context;
 use clap::{Args, Parser, Subcommand};
 use hotspare_cluster::{Config, Node};
 use hotspare_image::Epoch;
@@ -17,14 +16,15 @@ use crate::brain::{self, Brain};
 use crate::control;
 use crate::hooks::Hook;
 use crate::join::keep_joining;
-use crate::launch::{Launch, Network, launch};
+use crate::launch::{Launch, Network, launch, raise_descriptor_limit};
 use crate::link;
 use crate::mailbox::mailbox;
+use crate::manual::{self, help};
 use crate::patience::Patience;
 use crate::preflight;
 use crate::primary::Primary;
 use crate::report::Reporter;
-use crate::settings::{FileRule, Settings};
+use crate::settings::{FileRule, Settings, answers_already};
 use crate::spare::Spare;
 use crate::switchover::Switchover;
 
@@ -45,12 +45,16 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run a program and keep spares of it up to date.
+    #[command(after_help = help::RUN)]
     Run(RunArguments),
     /// Be a spare: hold the ghost of a program and take over when its primary is gone.
+    #[command(after_help = help::SPARE)]
     Spare(SpareArguments),
     /// Say whether this kernel, and a program, can be protected.
+    #[command(after_help = help::CHECK)]
     Check(preflight::CheckArguments),
     /// Make a certificate authority and certificates for the hosts.
+    #[command(after_help = help::KEYS)]
     Keys {
         /// Directory for the keys; copy each host's files there.
         directory: PathBuf,
@@ -59,6 +63,7 @@ enum Command {
         hosts: Vec<String>,
     },
     /// Show the agents of this host.
+    #[command(after_help = help::STATUS)]
     Status {
         /// One JSON object a line.
         #[arg(long)]
@@ -66,8 +71,14 @@ enum Command {
     },
     /// Move the guest of this host's primary to its spare, and wait until it runs there. Nothing
     /// is lost; clients wait for some milliseconds.
-    Switchover,
+    #[command(after_help = help::SWITCHOVER)]
+    Switchover {
+        /// Which guest, where several run on this host.
+        #[arg(long)]
+        guest: Option<String>,
+    },
     /// Show a failover on this machine: two simulated hosts, a real Redis, a kill.
+    #[command(after_help = help::DEMO)]
     Demo {
         /// Keys in the Redis.
         #[arg(long, default_value_t = 100_000)]
@@ -78,6 +89,17 @@ enum Command {
         /// Where the picture goes.
         #[arg(long, default_value = "hotspare-demo.svg")]
         picture: PathBuf,
+    },
+    /// Print a completion script for a shell.
+    #[command(after_help = help::COMPLETIONS)]
+    Completions {
+        /// Which shell.
+        shell: clap_complete::Shell,
+    },
+    /// Write the manual pages into a directory.
+    Man {
+        /// The directory, as in /usr/local/share/man/man1.
+        directory: PathBuf,
     },
 }
 
@@ -196,7 +218,9 @@ pub fn run(cli: Cli) -> anyhow::Result<u8> {
             Ok(0)
         }
         Command::Status { json } => control::status(json),
-        Command::Switchover => control::switchover(),
+        Command::Switchover { guest } => control::switchover(guest.as_deref()),
+        Command::Completions { shell } => Ok(manual::completions(shell)),
+        Command::Man { directory } => manual::pages(&directory),
         Command::Demo { keys, epoch, picture } => {
             let mut options = hotspare_torture::demo::DemoOptions::new(std::env::current_exe()?);
             (options.keys, options.epoch, options.picture) = (keys, epoch, picture);
@@ -204,6 +228,21 @@ pub fn run(cli: Cli) -> anyhow::Result<u8> {
             Ok(0)
         }
     }
+}
+
+/// Listens, or says what to do about it.
+fn listen(address: &str) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address).map_err(|error| {
+        let hint = match error.kind() {
+            std::io::ErrorKind::AddrInUse => {
+                "another program has this port: end it, or choose another (`ss -tlnp` shows it)"
+            }
+            std::io::ErrorKind::AddrNotAvailable => "no interface of this host has this address",
+            std::io::ErrorKind::InvalidInput => "write ADDRESS:PORT, as in 0.0.0.0:7070",
+            _ => "write ADDRESS:PORT with an address of this host, as in 0.0.0.0:7070",
+        };
+        anyhow::anyhow!("listen on {address}: {error}: {hint}")
+    })
 }
 
 fn security(common: &Common) -> anyhow::Result<Security> {
@@ -215,6 +254,7 @@ fn security(common: &Common) -> anyhow::Result<Security> {
 
 fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     preflight::require_kernel()?;
+    raise_descriptor_limit();
     let common = &arguments.common;
     let reporter = Reporter::new(common.json);
     let (owner, inbox) = mailbox()?;
@@ -228,10 +268,13 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         service: arguments.service_address,
         files: arguments.files.clone(),
     };
+    control::require_free_name(&settings.guest)?;
+    if let Some(warning) = settings.service.and_then(answers_already) {
+        agent.reporter.note(&warning);
+    }
     agent.set_key(hotspare_replica::heartbeat::fresh_key()?);
     agent.face().settings = Some(settings.clone());
-    let listener = arguments.listen.as_deref().map(TcpListener::bind).transpose();
-    let listener = listener.context("listen for spares")?;
+    let listener = arguments.listen.as_deref().map(listen).transpose()?;
     let hook = common.hook();
     let how = Launch {
         command: &arguments.command,
@@ -273,15 +316,14 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
 
 fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
     preflight::require_kernel()?;
+    raise_descriptor_limit();
     let common = &arguments.common;
     let reporter = Reporter::new(common.json);
     let (owner, inbox) = mailbox()?;
     let (brain, events) = Brain::new();
     let agent = Agent::new(security(common)?, HostRole::Spare, brain, owner, reporter)?;
     let listener = match &arguments.listen {
-        Some(address) => {
-            TcpListener::bind(address).with_context(|| format!("listen on {address}"))?
-        }
+        Some(address) => listen(address)?,
         None => TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"))?,
     };
     let (thinker, node) = (agent.clone(), agent.node);

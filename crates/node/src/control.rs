@@ -78,9 +78,13 @@ fn ask_all(request: &str) -> anyhow::Result<Vec<(PathBuf, Value)>> {
         }
         match UnixStream::connect(&path) {
             Ok(mut stream) => {
-                writeln!(stream, "{request}")?;
                 let mut line = String::new();
-                BufReader::new(stream).read_line(&mut line)?;
+                let asked = writeln!(stream, "{request}");
+                let heard = asked.and_then(|()| BufReader::new(stream).read_line(&mut line));
+                if !matches!(heard, Ok(1..)) {
+                    // It has ended just now.
+                    continue;
+                }
                 answers.push((path, serde_json::from_str(&line).unwrap_or(Value::Null)));
             }
             // Left behind by an agent that was killed.
@@ -96,34 +100,80 @@ pub fn status(json: bool) -> anyhow::Result<u8> {
     if answers.is_empty() && !json {
         println!("no agent runs on this host");
     }
-    for (_, answer) in answers {
-        if json {
-            println!("{answer}");
-            continue;
-        }
-        let text = |name: &str| match &answer[name] {
-            Value::String(text) => text.clone(),
-            other => other.to_string(),
-        };
-        println!(
-            "{} (pid {})  {}  term {}  epoch {}  spares {}",
-            text("guest"),
-            text("pid"),
-            text("role"),
-            text("term"),
-            text("epoch"),
-            text("spares")
-        );
+    if json {
+        answers.iter().for_each(|(_, answer)| println!("{answer}"));
+    } else if !answers.is_empty() {
+        print!("{}", table(&answers.into_iter().map(|(_, answer)| answer).collect::<Vec<_>>()));
     }
     Ok(0)
 }
 
+/// One line for each agent, under a head.
+fn table(agents: &[Value]) -> String {
+    let text = |value: &Value| match value {
+        Value::String(text) => text.clone(),
+        Value::Null => "-".to_owned(),
+        other => other.to_string(),
+    };
+    let pause = |answer: &Value| match answer["pause_p50_us"].as_f64() {
+        Some(p50) if p50 > 0.0 => {
+            format!("{p50:.0}/{:.0} µs", answer["pause_p99_us"].as_f64().unwrap_or(0.0))
+        }
+        _ => "-".to_owned(),
+    };
+    let spares = |answer: &Value| match answer["role"] == "primary" {
+        true => format!("{} of {} ready", answer["ready"], answer["spares"]),
+        false => "-".to_owned(),
+    };
+    let head = ["GUEST", "ROLE", "PID", "TERM", "EPOCH", "SPARES", "PAUSE p50/p99"];
+    let mut rows = vec![head.map(str::to_owned)];
+    rows.extend(agents.iter().map(|answer| {
+        let [guest, role, pid, term, epoch] =
+            ["guest", "role", "pid", "term", "epoch"].map(|name| text(&answer[name]));
+        [guest, role, pid, term, epoch, spares(answer), pause(answer)]
+    }));
+    let width = |column: usize| {
+        rows.iter().map(|row| row[column].chars().count()).max().unwrap_or_default()
+    };
+    let widths: Vec<usize> = (0..head.len()).map(width).collect();
+    let line = |row: &[String; 7]| {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}"));
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned() + "\n"
+    };
+    rows.iter().map(line).collect()
+}
+
+/// Fails if a guest of this name runs on this host.
+pub fn require_free_name(guest: &str) -> anyhow::Result<()> {
+    let taken = ask_all("status")?.into_iter().map(|(_, answer)| answer);
+    for answer in taken.filter(|answer| answer["guest"] == guest && answer["role"] == "primary") {
+        bail!(
+            "a guest named {guest:?} runs on this host already (pid {}): give this one another \
+             name with --guest",
+            answer["pid"]
+        );
+    }
+    Ok(())
+}
+
 /// `hotspare switchover`: asks the primary on this host.
-pub fn switchover() -> anyhow::Result<u8> {
-    let primaries: Vec<_> =
-        ask_all("status")?.into_iter().filter(|(_, answer)| answer["role"] == "primary").collect();
-    let [(path, _)] = &primaries[..] else {
-        bail!("{} primaries run on this host; exactly one is needed", primaries.len());
+pub fn switchover(guest: Option<&str>) -> anyhow::Result<u8> {
+    let mut primaries = ask_all("status")?;
+    primaries.retain(|(_, answer)| {
+        answer["role"] == "primary" && guest.is_none_or(|guest| answer["guest"] == guest)
+    });
+    let path = match &primaries[..] {
+        [(path, _)] => path,
+        [] => bail!("no such guest runs on this host; ask on the primary (`hotspare status`)"),
+        many => {
+            let names: Vec<_> =
+                many.iter().map(|(_, answer)| answer["guest"].to_string()).collect();
+            bail!(
+                "{} guests run on this host: name one with --guest ({})",
+                many.len(),
+                names.join(", ")
+            );
+        }
     };
     let mut stream = UnixStream::connect(path).context("talk to the primary")?;
     writeln!(stream, "switchover")?;
@@ -141,4 +191,24 @@ pub fn switchover() -> anyhow::Result<u8> {
     );
     eprintln!("hotspare: the guest was not moved: {why}");
     Ok(NOT_MOVED)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn several_guests_are_told_in_columns() {
+        let agents = [
+            json!({"guest": "redis", "role": "primary", "pid": 7, "term": 1, "epoch": 1234,
+                   "spares": 2, "ready": 1, "pause_p50_us": 812.4, "pause_p99_us": 2000.0}),
+            json!({"guest": "-", "role": "spare", "pid": 31234, "term": 0, "epoch": 0}),
+        ];
+        let expected = "\
+GUEST  ROLE     PID    TERM  EPOCH  SPARES        PAUSE p50/p99
+redis  primary  7      1     1234   1 of 2 ready  812/2000 µs
+-      spare    31234  0     0      -             -
+";
+        assert_eq!(table(&agents), expected);
+    }
 }

@@ -223,6 +223,12 @@ impl EpochMaker {
         self.open = Some(Open { position, began, pages: 0, tries: 0, outgoing, captured: None });
     }
 
+    /// Of a full checkpoint under way: pages that are copied, and all of them as far as is known.
+    pub fn copying(&self) -> Option<(u64, u64)> {
+        let open = self.open.as_ref().filter(|open| self.full && open.captured.is_none())?;
+        Some((open.pages, open.pages + self.guest.backlog_pages()))
+    }
+
     /// Bytes sent to a spare since this was last asked.
     pub fn wire_bytes(&mut self, node: NodeId) -> u64 {
         let Some(spare) = self.spares.get(&node) else { return 0 };

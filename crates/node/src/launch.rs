@@ -1,6 +1,7 @@
 //! A program becomes a guest: its surroundings, its first process, in our hand before it runs.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::OnceLock;
 
 use anyhow::{Context, bail};
 use hotspare_files::Role;
@@ -13,10 +14,27 @@ use hotspare_process::init::{FirstProgram, GuestNamespaces, Init, InitConfig};
 use hotspare_process::objects::ipc::IpcCapture;
 use hotspare_process::objects::outside::OutsideDescriptor;
 use hotspare_process::objects::socket::SocketCapture;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use crate::epoch::EpochMaker;
 use crate::settings::{Settings, uplink};
 use crate::spare::serve_files;
+
+/// Limits of open files that we were given, before we raised them: the guest gets these.
+static GIVEN: OnceLock<(u64, u64)> = OnceLock::new();
+
+/// Lets the agent have as many descriptors as the kernel allows: for each of the guest's it may
+/// need one. The guest keeps the limit it would have without us.
+pub fn raise_descriptor_limit() {
+    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return };
+    let _ = GIVEN.set((soft, hard));
+    let most = std::fs::read_to_string("/proc/sys/fs/nr_open").unwrap_or_default();
+    let most = most.trim().parse().unwrap_or(hard).max(hard);
+    // Without CAP_SYS_RESOURCE the hard limit stays.
+    if setrlimit(Resource::RLIMIT_NOFILE, most, most).is_err() {
+        let _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
+    }
+}
 
 /// How the service address is reached.
 pub enum Network<'a> {
@@ -68,6 +86,10 @@ pub fn launch(how: &Launch<'_>, settings: &Settings) -> anyhow::Result<(EpochMak
     let standard = [input.as_fd(), output.as_fd(), errors.as_fd()];
     let newborn = init.spawn(program, standard, Some(GuestPid(2)))?;
     let mut guest = Guest::seize(newborn.host)?;
+    if let Some((soft, hard)) = GIVEN.get() {
+        let limit = Resource::RLIMIT_NOFILE as u32;
+        hotspare_kernel::spawn::set_limit(newborn.host, limit, *soft, *hard)?;
+    }
     newborn.go()?;
     if !guest.await_program()? {
         let why = newborn.failure().unwrap_or_else(|| "it was killed".to_owned());

@@ -15,6 +15,7 @@ mod launch;
 mod link;
 mod look;
 mod mailbox;
+mod manual;
 mod outgoing;
 mod patience;
 mod preflight;
@@ -46,12 +47,31 @@ fn main() -> ExitCode {
     }
     let answer = hotspare_kernel::news::block_child_signals()
         .map_err(anyhow::Error::from)
-        .and_then(|()| cli::run(cli::Cli::parse()));
+        .and_then(|()| cli::Cli::try_parse().map_err(anyhow::Error::from))
+        .and_then(cli::run);
     match answer {
         Ok(status) => ExitCode::from(status),
-        Err(error) => {
-            eprintln!("hotspare: {error:#}");
-            ExitCode::from(125)
-        }
+        Err(error) => match error.downcast_ref::<clap::Error>() {
+            Some(usage) => {
+                let _ = usage.print();
+                ExitCode::from(usage_status(usage))
+            }
+            None => {
+                eprintln!("hotspare: {error:#}");
+                ExitCode::from(FAILED)
+            }
+        },
+    }
+}
+
+/// Hotspare itself failed. Small numbers are the guest's.
+const FAILED: u8 = 125;
+
+/// Status of a command line that is wrong, or asks for help. For `check`, 2 means obstacles.
+fn usage_status(usage: &clap::Error) -> u8 {
+    match (usage.use_stderr(), std::env::args().nth(1).as_deref()) {
+        (false, _) => 0,
+        (true, Some("check")) => preflight::UNKNOWN,
+        (true, _) => FAILED,
     }
 }

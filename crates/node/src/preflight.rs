@@ -12,7 +12,7 @@ use crate::{features, look, trial};
 /// Exit status when something is in the way.
 const OBSTACLE: u8 = 2;
 /// Exit status when it could not be found out.
-const UNKNOWN: u8 = 1;
+pub const UNKNOWN: u8 = 1;
 
 /// What to look at.
 #[derive(Debug, Args)]

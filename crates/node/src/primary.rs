@@ -122,6 +122,9 @@ impl Primary {
     /// Something is in the way of a checkpoint; returns how long to wait.
     fn meet(&mut self, obstacle: &Obstacle) -> Duration {
         let (wait, told) = self.patience.met(obstacle, Instant::now());
+        if let Some((done, all)) = self.maker.copying() {
+            self.agent.reporter.copying(done, all);
+        }
         // Nobody expects a first checkpoint to be quick.
         let first = self.committed == Epoch(0) && *obstacle == Obstacle::SlowSpare;
         if let Some(why) = told.filter(|_| !first) {

@@ -1,8 +1,9 @@
 //! What the program says while it works: lines for people, or JSON for machines.
 
-use std::io::Write;
+use std::collections::VecDeque;
+use std::io::{IsTerminal, Write};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotspare_process::capture::PauseParts;
 use serde_json::json;
@@ -17,7 +18,37 @@ pub struct Reporter {
 #[derive(Default)]
 struct StatusLine {
     shown: bool,
-    pauses_us: Vec<f64>,
+    changed: Option<Instant>,
+    told_copy: Option<Instant>,
+    pauses_us: VecDeque<f64>,
+}
+
+/// Pauses that the percentiles are made of: a minute at ten epochs a second.
+const PAUSES_KEPT: usize = 600;
+/// The line at the bottom changes this often at most.
+const REFRESH: Duration = Duration::from_millis(100);
+
+/// Where there is no terminal, a long copy is told this often.
+const LONG: Duration = Duration::from_secs(10);
+
+/// Width of the terminal, as the kernel keeps it; 80 where it does not.
+fn columns() -> usize {
+    let size = terminal_size::terminal_size_of(std::io::stderr());
+    size.map_or(80, |(width, _)| usize::from(width.0)).max(20)
+}
+
+fn time(us: f64) -> String {
+    if us < 10_000.0 { format!("{us:.0} µs") } else { format!("{:.1} ms", us / 1000.0) }
+}
+
+/// Bytes in three digits or four.
+pub fn size(bytes: u64) -> String {
+    match bytes {
+        0..10_000 => format!("{bytes} B"),
+        10_000..10_240_000 => format!("{} KiB", bytes >> 10),
+        10_240_000..10_485_760_000 => format!("{} MiB", bytes >> 20),
+        _ => format!("{} GiB", bytes >> 30),
+    }
 }
 
 /// A takeover in its parts.
@@ -156,6 +187,13 @@ impl Reporter {
         let us = |part: Duration| part.as_nanos() as f64 / 1000.0;
         let parts = &epoch.parts;
         let pause_us = us(parts.total);
+        {
+            let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+            status.pauses_us.push_back(pause_us);
+            if status.pauses_us.len() > PAUSES_KEPT {
+                status.pauses_us.pop_front();
+            }
+        }
         if self.json {
             self.line(
                 &json!({
@@ -170,24 +208,71 @@ impl Reporter {
             );
             return;
         }
-        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
-        status.pauses_us.push(pause_us);
-        if status.pauses_us.len() > 600 {
-            status.pauses_us.remove(0);
-        }
-        let mut sorted = status.pauses_us.clone();
-        sorted.sort_by(f64::total_cmp);
-        let at = |share: usize| sorted[(sorted.len() - 1) * share / 100];
-        eprint!(
-            "\r\x1b[Kepoch {}  pause p50 {:.0} µs p99 {:.0} µs  {} pages  {} KiB  lag {}",
+        let (p50, p99) = self.pauses_us();
+        self.show(&format!(
+            "epoch {}  pause p50 {} p99 {}  {} pages  {}  {}",
             epoch.epoch,
-            at(50),
-            at(99),
+            time(p50),
+            time(p99),
             epoch.pages,
-            epoch.bytes / 1024,
-            epoch.lag
-        );
+            size(epoch.bytes),
+            match epoch.lag {
+                0 => "spare up to date".to_owned(),
+                lag => format!("spare {lag} behind"),
+            }
+        ));
+    }
+
+    /// How far the first copy to a spare is, in pages.
+    pub fn copying(&self, done: u64, all: u64) {
+        if self.json {
+            return;
+        }
+        let (done, all) = (done.min(all), all.max(1));
+        let percent = done * 100 / all;
+        let (done, all) = (size(done * 4096), size(all * 4096));
+        let text = format!("full copy to the spare: {percent} % ({done} of {all})");
+        self.show(&text);
+        let is_long = {
+            let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+            let told = *status.told_copy.get_or_insert_with(Instant::now);
+            let is_long = told.elapsed() >= LONG && !std::io::stderr().is_terminal();
+            if is_long {
+                status.told_copy = Some(Instant::now());
+            }
+            is_long
+        };
+        if is_long {
+            self.note(&text);
+        }
+    }
+
+    /// Median and 99th percentile of the last pauses, µs.
+    pub fn pauses_us(&self) -> (f64, f64) {
+        let status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sorted: Vec<f64> = status.pauses_us.iter().copied().collect();
+        sorted.sort_by(f64::total_cmp);
+        let at = |share: usize| match sorted.len() {
+            0 => 0.0,
+            length => sorted[(length - 1) * share / 100],
+        };
+        (at(50), at(99))
+    }
+
+    /// Replaces the line at the bottom, on a terminal; elsewhere it would only fill a log.
+    fn show(&self, text: &str) {
+        if !std::io::stderr().is_terminal() {
+            return;
+        }
+        let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        if status.changed.is_some_and(|changed| changed.elapsed() < REFRESH) {
+            return;
+        }
+        status.changed = Some(Instant::now());
         status.shown = true;
+        // A line that wraps could not be replaced.
+        let text: String = text.chars().take(columns().saturating_sub(1)).collect();
+        eprint!("\r\x1b[K{text}");
     }
 
     /// The ghost runs.

@@ -122,6 +122,53 @@ pub fn uplink(bridge: Option<&str>, service: ServiceAddress) -> anyhow::Result<U
     )
 }
 
+/// Whether somebody has the service address before we take it, in words. IPv4 only: the kernel
+/// resolves the address when something is sent to it, and its table says whether that worked.
+pub fn answers_already(service: ServiceAddress) -> Option<String> {
+    let own = nix::ifaddrs::getifaddrs().ok()?.any(|interface| {
+        let address = interface.address.as_ref();
+        address
+            .and_then(|address| address.as_sockaddr_in())
+            .is_some_and(|v4| v4.ip() == service.address)
+    });
+    if own {
+        return Some(format!(
+            "this host itself has the service address {}: the guest must have it alone; take it \
+             off the host's interface (ip address del) or choose another",
+            service.address
+        ));
+    }
+    let probe = std::net::UdpSocket::bind("0.0.0.0:0").ok()?;
+    probe.send_to(&[], (service.address, 9)).ok()?;
+    let deadline = std::time::Instant::now() + PROBE;
+    while std::time::Instant::now() < deadline {
+        let table = std::fs::read_to_string("/proc/net/arp").unwrap_or_default();
+        if let Some(neighbour) = resolved(&table, service.address) {
+            return Some(format!(
+                "{} answers on this network already (at {neighbour}): does the guest run on \
+                 another host, or is the address somebody else's? Clients would reach one or the \
+                 other; end the other one",
+                service.address
+            ));
+        }
+        std::thread::sleep(PROBE / 20);
+    }
+    None
+}
+
+/// How long a neighbour may take to answer.
+const PROBE: Duration = Duration::from_millis(200);
+
+/// Hardware address of `address` in the text of `/proc/net/arp`, if it is resolved (flag 2).
+fn resolved(table: &str, address: std::net::IpAddr) -> Option<&str> {
+    table.lines().skip(1).find_map(|line| {
+        let columns: Vec<&str> = line.split_ascii_whitespace().collect();
+        let found = columns.first()?.parse::<std::net::IpAddr>().ok()? == address;
+        let flags = u32::from_str_radix(columns.get(2)?.trim_start_matches("0x"), 16).ok()?;
+        (found && flags & 2 != 0).then(|| *columns.get(3).unwrap_or(&"?"))
+    })
+}
+
 fn same_network(found: std::net::IpAddr, service: ServiceAddress) -> bool {
     use std::net::IpAddr::{V4, V6};
     match (found, service.address) {
@@ -150,6 +197,15 @@ mod tests {
             files: vec!["replicate:/data".parse().expect("a rule")],
         };
         assert_eq!(Settings::from_pairs(&settings.to_pairs()).expect("reads"), settings);
+    }
+
+    #[test]
+    fn a_neighbour_that_answered_is_found_in_the_table() {
+        let table = "IP address  HW type  Flags  HW address  Mask  Device\n\
+                     10.0.0.5    0x1      0x2    aa:bb:cc:dd:ee:ff  *  eth0\n\
+                     10.0.0.6    0x1      0x0    00:00:00:00:00:00  *  eth0\n";
+        let at = |last| resolved(table, [10, 0, 0, last].into());
+        assert_eq!((at(5), at(6), at(7)), (Some("aa:bb:cc:dd:ee:ff"), None, None));
     }
 
     #[test]

@@ -466,8 +466,14 @@ pub fn serve_files(settings: &Settings, role: Role) -> anyhow::Result<ServedFile
     for (index, rule) in settings.files.iter().enumerate() {
         let path = &rule.path;
         if !rule.replicated {
+            if !std::path::Path::new(path).is_dir() {
+                bail!("--files {rule}: there is no directory {path} on this host; mount it first");
+            }
             writable.push(WritablePath { source: path.clone(), target: path.clone() });
             continue;
+        }
+        if role == Role::Primary && !std::path::Path::new(path).is_dir() {
+            bail!("--files {rule}: there is no directory {path} on this host; make it first");
         }
         let place = format!("/run/hotspare/{}-{index}", std::process::id());
         std::fs::create_dir_all(&place).with_context(|| format!("make {place}"))?;

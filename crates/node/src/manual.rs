@@ -1,0 +1,113 @@
+//! What the program tells about itself: examples, manual pages, completions for shells.
+
+use std::fs::{self, File};
+use std::path::Path;
+
+use anyhow::Context;
+use clap::CommandFactory;
+
+use crate::cli::Cli;
+
+/// Examples below the options of each command.
+pub mod help {
+    /// Of `run`.
+    pub const RUN: &str = "\
+Examples:
+  One guest, one spare, its data directory travelling with it:
+    hotspare run --spare beta:7070 --keys keys/ --name alpha \\
+        --service-address 10.0.0.50/24 --files replicate:/srv/redis \\
+        --directory /srv/redis -- redis-server --bind 10.0.0.50
+
+  A batch job without an address, a checkpoint each second:
+    hotspare run --spare beta:7070 --keys keys/ --name alpha --epoch 1s \\
+        --files replicate:/srv/out -- /usr/local/bin/simulate /srv/out
+
+  Spares may also dial in, also later:
+    hotspare run --listen 0.0.0.0:7070 --keys keys/ --name alpha -- CMD
+
+`hotspare check -- CMD` says beforehand whether CMD can be protected. The exit status is the
+guest's; 75 if another host has taken over, 125 if Hotspare itself failed.";
+
+    /// Of `spare`.
+    pub const SPARE: &str = "\
+Examples:
+  Wait for a primary:
+    hotspare spare --listen 0.0.0.0:7070 --keys keys/ --name beta
+
+  Join one that runs already, and be joined by others later:
+    hotspare spare --join alpha:7070 --listen 0.0.0.0:7070 --keys keys/ --name beta
+
+  Move a cloud address at a takeover:
+    hotspare spare --listen 0.0.0.0:7070 --keys keys/ --name beta \\
+        --takeover-hook '/usr/local/bin/move-address \"$HOTSPARE_ADDRESS\"'";
+
+    /// Of `check`.
+    pub const CHECK: &str = "\
+Examples:
+  hotspare check                         each feature of the kernel that is needed
+  hotspare check -- redis-server         runs it for 2 s, lists all that is in the way
+  hotspare check --for 20s --files replicate:/srv/redis -- redis-server --dir /srv/redis
+  hotspare check --pid 4711              looks at a running program, without touching it
+
+Exit status: 0 nothing is in the way, 2 something is, 1 it could not be found out.";
+
+    /// Of `keys`.
+    pub const KEYS: &str = "\
+Example:
+  hotspare keys keys/ alpha beta
+Then copy ca.crt, alpha.crt and alpha.key to alpha, ca.crt, beta.crt and beta.key to beta. Keep
+ca.key, which makes further hosts, on neither.";
+
+    /// Of `status`.
+    pub const STATUS: &str = "\
+Examples:
+  hotspare status
+  hotspare status --json | jq -r 'select(.role == \"primary\") | .ready'";
+
+    /// Of `switchover`.
+    pub const SWITCHOVER: &str = "\
+Example, on the host of the primary:
+  hotspare switchover --guest redis
+Exit status: 0 moved, 1 not moved and why.";
+
+    /// Of `demo`.
+    pub const DEMO: &str = "\
+Example:
+  hotspare demo --keys 10000 --epoch 50ms --picture outage.svg";
+
+    /// Of `completions`.
+    pub const COMPLETIONS: &str = "\
+Examples:
+  hotspare completions bash > /usr/share/bash-completion/completions/hotspare
+  hotspare completions fish > /usr/share/fish/vendor_completions.d/hotspare.fish";
+}
+
+/// Prints a completion script.
+pub fn completions(shell: clap_complete::Shell) -> u8 {
+    clap_complete::generate(shell, &mut Cli::command(), "hotspare", &mut std::io::stdout());
+    0
+}
+
+/// Writes `hotspare.1` and a page for each command.
+pub fn pages(directory: &Path) -> anyhow::Result<u8> {
+    fs::create_dir_all(directory).with_context(|| format!("make {}", directory.display()))?;
+    let mut command = Cli::command();
+    command.build();
+    write_page(directory, "hotspare", &command)?;
+    for one in command.get_subcommands().filter(|one| one.get_name() != "help") {
+        let name = format!("hotspare-{}", one.get_name());
+        // clap's commands want names that live as long as the program.
+        let page = one.clone().name(String::leak(name.clone()) as &'static str);
+        write_page(directory, &name, &page)?;
+    }
+    Ok(0)
+}
+
+fn write_page(directory: &Path, name: &str, command: &clap::Command) -> anyhow::Result<()> {
+    let path = directory.join(format!("{name}.1"));
+    let failed = || format!("write {}", path.display());
+    let mut file = File::create(&path).with_context(failed)?;
+    clap_mangen::Man::new(command.clone()).render(&mut file).with_context(failed)?;
+    println!("{}", path.display());
+    Ok(())
+}
