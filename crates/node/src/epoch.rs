@@ -225,7 +225,8 @@ impl EpochMaker {
 
     /// Of a full checkpoint under way: pages that are copied, and all of them as far as is known.
     pub fn copying(&self) -> Option<(u64, u64)> {
-        let open = self.open.as_ref().filter(|open| self.full && open.captured.is_none())?;
+        let full = !self.incomplete.is_empty();
+        let open = self.open.as_ref().filter(|open| full && open.captured.is_none())?;
         Some((open.pages, open.pages + self.guest.backlog_pages()))
     }
 

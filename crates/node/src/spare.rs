@@ -73,26 +73,25 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
         match receiver.next() {
             Ok(Incoming::Files(files)) => {
                 if let Err(text) = comparison.compare(files) {
-                    let mut replier = replier.lock().unwrap_or_else(PoisonError::into_inner);
-                    let goodbye = Goodbye { code: GoodbyeCode::Files, text: text.clone() };
-                    let _ = replier.goodbye(&goodbye);
+                    say_goodbye(&replier, GoodbyeCode::Files, &text);
                     differ = Some(FilesDiffer(text));
                     break (String::new(), Closed::ByUs);
                 }
             }
             Ok(incoming) => {
-                for path in comparison.look_again() {
-                    agent.reporter.note(&format!(
-                        "{} has changed here since it was compared: a takeover would find the \
-                         new one; make it the same on both hosts",
-                        path.display()
-                    ));
-                }
+                tell_changed(agent, &mut comparison);
                 if let Some(text) = take(agent, (node, stream), &room, incoming) {
                     break (text, Closed::Goodbye);
                 }
             }
-            Err(error) => break (error.to_string(), closed(&error)),
+            Err(error) => {
+                let how = closed(&error);
+                if how == Closed::ByUs {
+                    // Or it would go on sending, and wait for ever.
+                    say_goodbye(&replier, GoodbyeCode::Failed, &error.to_string());
+                }
+                break (error.to_string(), how);
+            }
         }
     };
     let current = agent.detach(stream);
@@ -106,6 +105,26 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
         agent.owner.send(Message::PrimaryOut(stream, text, how));
     }
     Ok(())
+}
+
+fn say_goodbye(
+    replier: &Mutex<Replier<hotspare_replica::WriteHalf>>,
+    code: GoodbyeCode,
+    text: &str,
+) {
+    let mut replier = replier.lock().unwrap_or_else(PoisonError::into_inner);
+    // A primary that is gone does not hear it.
+    let _ = replier.goodbye(&Goodbye { code, text: text.to_owned() });
+}
+
+fn tell_changed(agent: &Agent, comparison: &mut Comparison) {
+    for path in comparison.look_again() {
+        agent.reporter.note(&format!(
+            "{} has changed here since it was compared: a takeover would find the new one; make \
+             it the same on both hosts",
+            path.display()
+        ));
+    }
 }
 
 /// Handles one thing the primary sent; some text if that was a goodbye.

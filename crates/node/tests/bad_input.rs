@@ -292,7 +292,8 @@ fn damaged_and_cut_streams_are_told_and_mended_by_a_new_one() {
         let primary = run(lab.host(0), &["--insecure", "--json", "--spare", &through]);
         let told = if cut { "stream" } else { "checksum of a" };
         says(&spare, &[told]);
-        says(&primary, &["the stream to spare", "ended"]);
+        let told = if cut { "the stream to spare" } else { "the spare leaves: checksum of a" };
+        says(&primary, &[told]);
         assert!(!primary.stdout().text().contains("protected"));
         after.store(0, Ordering::SeqCst);
         Engine::protected(&primary).unwrap();
