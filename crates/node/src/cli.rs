@@ -20,7 +20,7 @@ use crate::launch::{Launch, Network, launch, raise_descriptor_limit};
 use crate::link;
 use crate::mailbox::mailbox;
 use crate::manual::{self, help};
-use crate::patience::Patience;
+use crate::patience::{Patience, Unheard};
 use crate::preflight;
 use crate::primary::Primary;
 use crate::report::Reporter;
@@ -309,6 +309,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         committed: Epoch(0),
         told_refusal: String::new(),
         patience: Patience::default(),
+        unheard: Unheard::default(),
         told_late: false,
     };
     primary.run()

@@ -55,6 +55,36 @@ impl Patience {
     }
 }
 
+/// Notices spares that take checkpoints and are not heard: the way of the stream is open, that of
+/// the heartbeats is not. Such a spare would never take over, so it does not protect.
+#[derive(Debug, Default)]
+pub struct Unheard {
+    since: Option<Instant>,
+    told: bool,
+}
+
+impl Unheard {
+    /// A spare has acknowledged a checkpoint while so many spares were ready; what to say.
+    pub fn acknowledged(&mut self, ready: usize, now: Instant) -> Option<&'static str> {
+        if ready > 0 {
+            *self = Self::default();
+            return None;
+        }
+        let since = *self.since.get_or_insert(now);
+        if self.told || now.saturating_duration_since(since) < UNHEARD {
+            return None;
+        }
+        self.told = true;
+        Some(
+            "NOT PROTECTED: a spare takes checkpoints, but no heartbeat passes between the hosts; \
+             let UDP through the firewall, in both directions, on all ports above 1024",
+        )
+    }
+}
+
+/// Heartbeats come every 30 ms.
+const UNHEARD: Duration = Duration::from_secs(3);
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -79,6 +109,16 @@ mod tests {
         assert_eq!(text.as_deref(), Some("something else"));
         patience.taken();
         assert_eq!(patience.met(&obstacle, now), (FIRST, None));
+    }
+
+    #[test]
+    fn a_spare_that_is_not_heard_is_told_once() {
+        let (mut unheard, start) = (Unheard::default(), Instant::now());
+        let mut at = |seconds, ready| {
+            unheard.acknowledged(ready, start + Duration::from_secs(seconds)).is_some()
+        };
+        assert!(!at(0, 0) && !at(2, 0) && at(4, 0) && !at(9, 0));
+        assert!(!at(10, 1) && !at(11, 0) && at(15, 0));
     }
 
     #[test]

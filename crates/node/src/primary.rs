@@ -16,7 +16,7 @@ use crate::agent::{Agent, Message, SpareIn, StreamId};
 use crate::epoch::{Attempt, EpochMaker, Obstacle, Taken};
 use crate::hooks::Hook;
 use crate::mailbox::Inbox;
-use crate::patience::Patience;
+use crate::patience::{Patience, Unheard};
 use crate::report::{End, EpochLine};
 use crate::settings::Settings;
 use crate::switchover::Switchover;
@@ -45,6 +45,7 @@ pub struct Primary {
     pub committed: Epoch,
     pub told_refusal: String,
     pub patience: Patience,
+    pub unheard: Unheard,
     /// It has been said that checkpoints do not come.
     pub told_late: bool,
 }
@@ -195,6 +196,10 @@ impl Primary {
     fn acknowledged(&mut self, node: NodeId, position: Position) {
         let reporter = &self.agent.reporter;
         self.committed = self.committed.max(position.epoch);
+        let ready = self.agent.face().ready;
+        if let Some(text) = self.unheard.acknowledged(ready, Instant::now()) {
+            reporter.note(text);
+        }
         if std::mem::take(&mut self.told_late) {
             reporter.protected(position.epoch.0);
         }

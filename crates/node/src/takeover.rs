@@ -136,6 +136,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         committed: Epoch(0),
         told_refusal: String::new(),
         patience: crate::patience::Patience::default(),
+        unheard: crate::patience::Unheard::default(),
         told_late: false,
     })
 }

@@ -296,7 +296,13 @@ fn damaged_and_cut_streams_are_told_and_mended_by_a_new_one() {
         says(&primary, &[told]);
         assert!(!primary.stdout().text().contains("protected"));
         after.store(0, Ordering::SeqCst);
-        Engine::protected(&primary).unwrap();
+        let committed = |line: &hotspare_torture::lab::Line| {
+            line.text.contains("\"event\":\"epoch\"").then_some(())
+        };
+        assert!(primary.stdout().find(HANG, committed).is_some(), "{}", primary.stderr().text());
+        // The middleman passes no heartbeats on: a spare that is not heard protects nobody.
+        says(&primary, &["NOT PROTECTED", "no heartbeat passes", "UDP"]);
+        assert!(!primary.stdout().text().contains("protected"));
         goes_on(lab.host(0), &primary);
     }
 }
