@@ -81,6 +81,12 @@ fn is_mappable(flags: OpenFlags) -> bool {
     flags.acc_mode() == OpenAccMode::O_RDWR
 }
 
+/// Nobody is asked at close(2), nor are pages written back there: an agent that is killed closes
+/// its files while nobody answers any more, and would hang for ever.
+fn opened_flags() -> FopenFlags {
+    FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_NOFLUSH
+}
+
 impl fuser::Filesystem for Server {
     fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
         for capability in [
@@ -252,7 +258,7 @@ impl fuser::Filesystem for Server {
 
     fn open(&self, _: &Request, number: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         match self.0.store.acquire(inode(number), is_mappable(flags), None) {
-            Ok(_) => reply.opened(FileHandle(number.0), FopenFlags::FOPEN_KEEP_CACHE),
+            Ok(_) => reply.opened(FileHandle(number.0), opened_flags()),
             Err(error) => reply.error(refuse(error)),
         }
     }
@@ -281,7 +287,7 @@ impl fuser::Filesystem for Server {
                 &attr,
                 Generation(0),
                 FileHandle(attr.ino.0),
-                FopenFlags::FOPEN_KEEP_CACHE,
+                opened_flags(),
             ),
             Err(error) => reply.error(refuse(error)),
         }

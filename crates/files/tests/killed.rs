@@ -17,6 +17,7 @@ fn agent() {
     let (backing, mount) = (directory.join("backing"), directory.join("mount"));
     let served = ReplicatedDir::serve(&backing, &mount, Role::Primary).unwrap();
     drop(served.initial_copy());
+    let _own = std::fs::File::create(mount.join("own")).unwrap();
     loop {
         served.flush().unwrap();
         drop(served.cut().unwrap());
