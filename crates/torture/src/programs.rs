@@ -6,6 +6,7 @@
 
 mod batch;
 mod list;
+mod load;
 mod store;
 mod web;
 mod words;

@@ -1,13 +1,11 @@
 //! Key-value servers: every key is a valid prefix of what was written to it.
 
-use std::time::Duration;
-
+use super::load::Loaded;
 use super::{Check, Ending, Findings, Stage, Watch};
 use crate::Host;
-use crate::clients::{Load, Pace, Protocol, StoreLane, StorePlan, verify};
+use crate::clients::{Pace, Protocol, StoreLane, StorePlan, verify};
 use crate::clock::{Instant, millis};
 use crate::lab::LabError;
-use crate::protected::HANG;
 
 /// Loads a store with a mix of reads and writes.
 pub(super) struct StoreCheck {
@@ -30,32 +28,24 @@ impl Check for StoreCheck {
             seed: stage.seed,
         };
         let pace = Pace { rate_per_s: self.rate_per_s, ..stage.pace };
-        Ok(Box::new(StoreWatch { pace, sessions: plan.sessions(pace.lanes), load: None }))
+        Ok(Box::new(StoreWatch(Loaded::new(pace, plan.sessions(pace.lanes)))))
     }
 }
 
-struct StoreWatch {
-    pace: Pace,
-    sessions: Vec<StoreLane>,
-    load: Option<Load<StoreLane>>,
-}
+struct StoreWatch(Loaded<StoreLane>);
 
 impl Watch for StoreWatch {
     fn begin(&mut self, stage: &Stage) -> Result<(), LabError> {
-        let sessions = std::mem::take(&mut self.sessions);
-        let client = stage.lab.client();
-        self.load = Some(Load::start(client, stage.service, self.pace, sessions, HANG));
+        self.0.begin(stage);
         Ok(())
     }
 
     fn goes_on(&mut self, death: Instant) -> bool {
-        self.load.as_ref().is_some_and(|load| load.answered_after(death, HANG))
+        self.0.goes_on(death)
     }
 
     fn finish(self: Box<Self>, ending: &Ending<'_>) -> Result<Findings, LabError> {
-        // Let it serve a while, so that damage that shows late has time to show.
-        (Instant::now() + Duration::from_millis(500)).sleep_until();
-        let lanes = self.load.map(Load::finish).unwrap_or_default();
+        let lanes = self.0.finish();
         let verdict = verify(&lanes, ending.death);
         let requests: usize = lanes.iter().map(|lane| lane.replies.len()).sum();
         let reconnects: u64 = lanes.iter().map(|lane| lane.reconnects).sum();

@@ -1,13 +1,11 @@
 //! Web servers: every body is byte for byte what it should be.
 
-use std::time::Duration;
-
+use super::load::Loaded;
 use super::{Check, Ending, Findings, Stage, Watch, put};
 use crate::Host;
-use crate::clients::{HttpBody, HttpLane, Load, Pace};
+use crate::clients::{HttpBody, HttpLane, Pace};
 use crate::clock::Instant;
 use crate::lab::LabError;
-use crate::protected::HANG;
 
 /// Gets one path again and again.
 pub(super) struct WebCheck {
@@ -25,32 +23,24 @@ impl Check for WebCheck {
     fn rehearse(&self, stage: &Stage) -> Result<Box<dyn Watch>, LabError> {
         let pace = Pace { rate_per_s: 400.0, ..stage.pace };
         let sessions = vec![HttpLane::new(self.path, self.body.clone()); pace.lanes];
-        Ok(Box::new(WebWatch { pace, sessions, load: None }))
+        Ok(Box::new(WebWatch(Loaded::new(pace, sessions))))
     }
 }
 
-struct WebWatch {
-    pace: Pace,
-    sessions: Vec<HttpLane>,
-    load: Option<Load<HttpLane>>,
-}
+struct WebWatch(Loaded<HttpLane>);
 
 impl Watch for WebWatch {
     fn begin(&mut self, stage: &Stage) -> Result<(), LabError> {
-        let sessions = std::mem::take(&mut self.sessions);
-        let client = stage.lab.client();
-        self.load = Some(Load::start(client, stage.service, self.pace, sessions, HANG));
+        self.0.begin(stage);
         Ok(())
     }
 
     fn goes_on(&mut self, death: Instant) -> bool {
-        self.load.as_ref().is_some_and(|load| load.answered_after(death, HANG))
+        self.0.goes_on(death)
     }
 
     fn finish(self: Box<Self>, ending: &Ending<'_>) -> Result<Findings, LabError> {
-        // Let it serve a while, so that damage that shows late has time to show.
-        (Instant::now() + Duration::from_millis(500)).sleep_until();
-        let lanes = self.load.map(Load::finish).unwrap_or_default();
+        let lanes = self.0.finish();
         let good: u64 = lanes.iter().map(|lane| lane.session.good).sum();
         let reconnects: u64 = lanes.iter().map(|lane| lane.reconnects).sum();
         let mut wrongs: Vec<String> =
