@@ -74,145 +74,196 @@ enum Way {
     Last,
 }
 
+/// Options of one level that are put back in one way.
+struct Rules(i32, Way, &'static [i32]);
+
+/// One of them.
+#[derive(Clone, Copy)]
 struct Rule(i32, i32, Way);
 
-const fn plain(level: i32, name: i32) -> Rule {
-    Rule(level, name, Way::Plain)
+fn each(groups: &'static [Rules]) -> impl Iterator<Item = Rule> {
+    groups
+        .iter()
+        .flat_map(|Rules(level, way, names)| names.iter().map(|name| Rule(*level, *name, *way)))
 }
 
-const GENERIC: &[Rule] = &[
-    Rule(SOCKET, libc::SO_SNDBUF, Way::Buffer(libc::SO_SNDBUFFORCE)),
-    Rule(SOCKET, libc::SO_RCVBUF, Way::Buffer(libc::SO_RCVBUFFORCE)),
-    Rule(SOCKET, SO_BUF_LOCK, Way::Last),
-    plain(SOCKET, libc::SO_RCVLOWAT),
-    plain(SOCKET, libc::SO_RCVTIMEO),
-    plain(SOCKET, libc::SO_SNDTIMEO),
+const GENERIC: &[Rules] = &[
+    Rules(
+        SOCKET,
+        Way::Plain,
+        &[
+            libc::SO_RCVLOWAT,
+            libc::SO_RCVTIMEO,
+            libc::SO_SNDTIMEO,
+            libc::SO_MARK,
+            libc::SO_TIMESTAMP,
+            libc::SO_TIMESTAMPNS,
+            libc::SO_TIMESTAMPING,
+            libc::SO_LINGER,
+        ],
+    ),
+    Rules(SOCKET, Way::Buffer(libc::SO_SNDBUFFORCE), &[libc::SO_SNDBUF]),
+    Rules(SOCKET, Way::Buffer(libc::SO_RCVBUFFORCE), &[libc::SO_RCVBUF]),
     // After IP_TOS, which sets it too.
-    Rule(SOCKET, libc::SO_PRIORITY, Way::Last),
-    plain(SOCKET, libc::SO_MARK),
-    plain(SOCKET, libc::SO_TIMESTAMP),
-    plain(SOCKET, libc::SO_TIMESTAMPNS),
-    plain(SOCKET, libc::SO_TIMESTAMPING),
-    plain(SOCKET, libc::SO_LINGER),
-    Rule(SOCKET, SO_LOCK_FILTER, Way::Last),
+    Rules(SOCKET, Way::Last, &[SO_BUF_LOCK, libc::SO_PRIORITY, SO_LOCK_FILTER]),
 ];
 
-const UNIX: &[Rule] = &[
-    plain(SOCKET, libc::SO_PASSCRED),
-    plain(SOCKET, libc::SO_PASSSEC),
-    plain(SOCKET, SO_PASSPIDFD),
-    plain(SOCKET, SO_PASSRIGHTS),
-    Rule(SOCKET, libc::SO_PEEK_OFF, Way::Last),
+const UNIX: &[Rules] = &[
+    Rules(SOCKET, Way::Plain, &[libc::SO_PASSCRED, libc::SO_PASSSEC, SO_PASSPIDFD, SO_PASSRIGHTS]),
+    Rules(SOCKET, Way::Last, &[libc::SO_PEEK_OFF]),
 ];
 
-const INTERNET: &[Rule] = &[
-    Rule(SOCKET, libc::SO_REUSEADDR, Way::AfterBind),
-    plain(SOCKET, libc::SO_REUSEPORT),
-    plain(SOCKET, libc::SO_KEEPALIVE),
-    plain(SOCKET, libc::SO_OOBINLINE),
-    plain(SOCKET, libc::SO_BINDTODEVICE),
-    plain(SOCKET, libc::SO_DONTROUTE),
-    plain(SOCKET, libc::SO_BUSY_POLL),
-    plain(SOCKET, SO_PREFER_BUSY_POLL),
-    plain(SOCKET, SO_BUSY_POLL_BUDGET),
-    plain(SOCKET, SO_MAX_PACING_RATE),
-    plain(SOCKET, libc::SO_ZEROCOPY),
-    plain(SOCKET, SO_RCVMARK),
-    plain(SOCKET, SO_RCVPRIORITY),
-    plain(IP, libc::IP_TOS),
-    plain(IP, libc::IP_TTL),
-    plain(IP, libc::IP_MTU_DISCOVER),
-    plain(IP, libc::IP_RECVERR),
-    Rule(IP, libc::IP_FREEBIND, Way::AfterBind),
-    Rule(IP, libc::IP_TRANSPARENT, Way::AfterBind),
-    plain(IP, libc::IP_MINTTL),
-    plain(IP, libc::IP_BIND_ADDRESS_NO_PORT),
-    plain(IP, IP_LOCAL_PORT_RANGE),
-    Rule(SOCKET, libc::SO_PEEK_OFF, Way::Last),
+const INTERNET: &[Rules] = &[
+    Rules(
+        SOCKET,
+        Way::Plain,
+        &[
+            libc::SO_REUSEPORT,
+            libc::SO_KEEPALIVE,
+            libc::SO_OOBINLINE,
+            libc::SO_BINDTODEVICE,
+            libc::SO_DONTROUTE,
+            libc::SO_BUSY_POLL,
+            SO_PREFER_BUSY_POLL,
+            SO_BUSY_POLL_BUDGET,
+            SO_MAX_PACING_RATE,
+            libc::SO_ZEROCOPY,
+            SO_RCVMARK,
+            SO_RCVPRIORITY,
+        ],
+    ),
+    Rules(
+        IP,
+        Way::Plain,
+        &[
+            libc::IP_TOS,
+            libc::IP_TTL,
+            libc::IP_MTU_DISCOVER,
+            libc::IP_RECVERR,
+            libc::IP_MINTTL,
+            libc::IP_BIND_ADDRESS_NO_PORT,
+            IP_LOCAL_PORT_RANGE,
+        ],
+    ),
+    Rules(SOCKET, Way::AfterBind, &[libc::SO_REUSEADDR]),
+    Rules(IP, Way::AfterBind, &[libc::IP_FREEBIND, libc::IP_TRANSPARENT]),
+    Rules(SOCKET, Way::Last, &[libc::SO_PEEK_OFF]),
 ];
 
-const INTERNET6: &[Rule] = &[
-    plain(IPV6, libc::IPV6_V6ONLY),
-    plain(IPV6, libc::IPV6_UNICAST_HOPS),
-    plain(IPV6, libc::IPV6_TCLASS),
-    plain(IPV6, libc::IPV6_MTU_DISCOVER),
-    plain(IPV6, libc::IPV6_RECVERR),
-    Rule(IPV6, libc::IPV6_FREEBIND, Way::AfterBind),
-    Rule(IPV6, libc::IPV6_TRANSPARENT, Way::AfterBind),
-    plain(IPV6, libc::IPV6_DONTFRAG),
-    plain(IPV6, libc::IPV6_AUTOFLOWLABEL),
-    plain(IPV6, IPV6_MINHOPCOUNT),
-    plain(IPV6, IPV6_ADDR_PREFERENCES),
+const INTERNET6: &[Rules] = &[
+    Rules(
+        IPV6,
+        Way::Plain,
+        &[
+            libc::IPV6_V6ONLY,
+            libc::IPV6_UNICAST_HOPS,
+            libc::IPV6_TCLASS,
+            libc::IPV6_MTU_DISCOVER,
+            libc::IPV6_RECVERR,
+            libc::IPV6_DONTFRAG,
+            libc::IPV6_AUTOFLOWLABEL,
+            IPV6_MINHOPCOUNT,
+            IPV6_ADDR_PREFERENCES,
+        ],
+    ),
+    Rules(IPV6, Way::AfterBind, &[libc::IPV6_FREEBIND, libc::IPV6_TRANSPARENT]),
 ];
 
-const STREAM: &[Rule] = &[
-    plain(TCP, libc::TCP_NODELAY),
-    plain(TCP, libc::TCP_CORK),
-    plain(TCP, libc::TCP_KEEPIDLE),
-    plain(TCP, libc::TCP_KEEPINTVL),
-    plain(TCP, libc::TCP_KEEPCNT),
-    plain(TCP, libc::TCP_SYNCNT),
-    plain(TCP, libc::TCP_LINGER2),
-    plain(TCP, libc::TCP_DEFER_ACCEPT),
-    plain(TCP, libc::TCP_CONGESTION),
-    plain(TCP, libc::TCP_USER_TIMEOUT),
-    plain(TCP, libc::TCP_NOTSENT_LOWAT),
-    plain(TCP, libc::TCP_INQ),
-    plain(TCP, TCP_TX_DELAY),
-    plain(TCP, TCP_RTO_MAX_MS),
-    plain(TCP, TCP_RTO_MIN_US),
-    plain(TCP, TCP_DELACK_MAX_US),
-    plain(SOCKET, SO_TXREHASH),
-    Rule(TCP, libc::TCP_SAVE_SYN, Way::NotConnected),
-    Rule(TCP, libc::TCP_MAXSEG, Way::NotConnected),
-    Rule(TCP, libc::TCP_WINDOW_CLAMP, Way::NotConnected),
-    Rule(TCP, libc::TCP_FASTOPEN, Way::NotConnected),
-    Rule(TCP, libc::TCP_FASTOPEN_CONNECT, Way::AfterConnect),
+const STREAM: &[Rules] = &[
+    Rules(
+        TCP,
+        Way::Plain,
+        &[
+            libc::TCP_NODELAY,
+            libc::TCP_CORK,
+            libc::TCP_KEEPIDLE,
+            libc::TCP_KEEPINTVL,
+            libc::TCP_KEEPCNT,
+            libc::TCP_SYNCNT,
+            libc::TCP_LINGER2,
+            libc::TCP_DEFER_ACCEPT,
+            libc::TCP_CONGESTION,
+            libc::TCP_USER_TIMEOUT,
+            libc::TCP_NOTSENT_LOWAT,
+            libc::TCP_INQ,
+            TCP_TX_DELAY,
+            TCP_RTO_MAX_MS,
+            TCP_RTO_MIN_US,
+            TCP_DELACK_MAX_US,
+        ],
+    ),
+    Rules(SOCKET, Way::Plain, &[SO_TXREHASH]),
+    Rules(
+        TCP,
+        Way::NotConnected,
+        &[libc::TCP_SAVE_SYN, libc::TCP_MAXSEG, libc::TCP_WINDOW_CLAMP, libc::TCP_FASTOPEN],
+    ),
+    Rules(TCP, Way::AfterConnect, &[libc::TCP_FASTOPEN_CONNECT]),
 ];
 
-const DATAGRAM: &[Rule] = &[
-    plain(SOCKET, libc::SO_BROADCAST),
-    plain(SOCKET, libc::SO_RXQ_OVFL),
-    plain(SOCKET, libc::SO_NO_CHECK),
-    plain(SOCKET, libc::SO_TXTIME),
-    plain(SOCKET, libc::SO_SELECT_ERR_QUEUE),
-    plain(IP, libc::IP_PKTINFO),
-    plain(IP, libc::IP_RECVTTL),
-    plain(IP, libc::IP_RECVTOS),
-    plain(IP, libc::IP_RECVOPTS),
-    plain(IP, libc::IP_RETOPTS),
-    plain(IP, libc::IP_RECVORIGDSTADDR),
-    plain(IP, libc::IP_MULTICAST_TTL),
-    plain(IP, libc::IP_MULTICAST_LOOP),
-    plain(IP, libc::IP_MULTICAST_ALL),
-    plain(IP, libc::IP_UNICAST_IF),
-    Rule(UDP, libc::UDP_CORK, Way::Last),
-    plain(UDP, libc::UDP_SEGMENT),
-    plain(UDP, libc::UDP_GRO),
+const DATAGRAM: &[Rules] = &[
+    Rules(
+        SOCKET,
+        Way::Plain,
+        &[
+            libc::SO_BROADCAST,
+            libc::SO_RXQ_OVFL,
+            libc::SO_NO_CHECK,
+            libc::SO_TXTIME,
+            libc::SO_SELECT_ERR_QUEUE,
+        ],
+    ),
+    Rules(
+        IP,
+        Way::Plain,
+        &[
+            libc::IP_PKTINFO,
+            libc::IP_RECVTTL,
+            libc::IP_RECVTOS,
+            libc::IP_RECVOPTS,
+            libc::IP_RETOPTS,
+            libc::IP_RECVORIGDSTADDR,
+            libc::IP_MULTICAST_TTL,
+            libc::IP_MULTICAST_LOOP,
+            libc::IP_MULTICAST_ALL,
+            libc::IP_UNICAST_IF,
+        ],
+    ),
+    Rules(UDP, Way::Plain, &[libc::UDP_SEGMENT, libc::UDP_GRO]),
+    Rules(UDP, Way::Last, &[libc::UDP_CORK]),
 ];
 
-const DATAGRAM6: &[Rule] = &[
-    plain(IPV6, libc::IPV6_RECVPKTINFO),
-    plain(IPV6, libc::IPV6_RECVHOPLIMIT),
-    plain(IPV6, libc::IPV6_RECVTCLASS),
-    plain(IPV6, libc::IPV6_RECVORIGDSTADDR),
-    plain(IPV6, libc::IPV6_MULTICAST_HOPS),
-    plain(IPV6, libc::IPV6_MULTICAST_LOOP),
-    plain(IPV6, libc::IPV6_MULTICAST_IF),
-    plain(IPV6, libc::IPV6_UNICAST_IF),
-    plain(UDP, UDP_NO_CHECK6_TX),
-    plain(UDP, UDP_NO_CHECK6_RX),
+const DATAGRAM6: &[Rules] = &[
+    Rules(
+        IPV6,
+        Way::Plain,
+        &[
+            libc::IPV6_RECVPKTINFO,
+            libc::IPV6_RECVHOPLIMIT,
+            libc::IPV6_RECVTCLASS,
+            libc::IPV6_RECVORIGDSTADDR,
+            libc::IPV6_MULTICAST_HOPS,
+            libc::IPV6_MULTICAST_LOOP,
+            libc::IPV6_MULTICAST_IF,
+            libc::IPV6_UNICAST_IF,
+        ],
+    ),
+    Rules(UDP, Way::Plain, &[UDP_NO_CHECK6_TX, UDP_NO_CHECK6_RX]),
 ];
 
-const NETLINKS: &[Rule] = &[
-    plain(NETLINK, libc::NETLINK_PKTINFO),
-    plain(NETLINK, libc::NETLINK_BROADCAST_ERROR),
-    plain(NETLINK, libc::NETLINK_NO_ENOBUFS),
-    plain(NETLINK, libc::NETLINK_LISTEN_ALL_NSID),
-    plain(NETLINK, libc::NETLINK_CAP_ACK),
-    plain(NETLINK, libc::NETLINK_EXT_ACK),
-    plain(NETLINK, NETLINK_GET_STRICT_CHK),
-];
+const NETLINKS: &[Rules] = &[Rules(
+    NETLINK,
+    Way::Plain,
+    &[
+        libc::NETLINK_PKTINFO,
+        libc::NETLINK_BROADCAST_ERROR,
+        libc::NETLINK_NO_ENOBUFS,
+        libc::NETLINK_LISTEN_ALL_NSID,
+        libc::NETLINK_CAP_ACK,
+        libc::NETLINK_EXT_ACK,
+        NETLINK_GET_STRICT_CHK,
+    ],
+)];
 
 /// A kind of socket, as far as options go: what socket(2) takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -230,11 +281,11 @@ impl SocketKind {
         self.kind == libc::SOCK_STREAM && [TCP, libc::IPPROTO_MPTCP].contains(&self.protocol)
     }
 
-    fn rules(self) -> Vec<&'static Rule> {
+    fn rules(self) -> Vec<Rule> {
         let internet6 = self.domain == libc::AF_INET6;
         let internet = internet6 || self.domain == libc::AF_INET;
         let udp = internet && !self.is_tcp();
-        let parts: [(bool, &'static [Rule]); 8] = [
+        let parts: [(bool, &'static [Rules]); 8] = [
             (true, GENERIC),
             (self.domain == libc::AF_UNIX, UNIX),
             (internet, INTERNET),
@@ -244,7 +295,7 @@ impl SocketKind {
             (udp && internet6, DATAGRAM6),
             (self.domain == libc::AF_NETLINK, NETLINKS),
         ];
-        parts.iter().filter(|(applies, _)| *applies).flat_map(|(_, rules)| *rules).collect()
+        parts.iter().filter(|(applies, _)| *applies).flat_map(|(_, rules)| each(rules)).collect()
     }
 }
 
@@ -263,7 +314,7 @@ fn read(fd: BorrowedFd<'_>, rule: &Rule) -> Option<Value> {
 
 /// The options of one kind of socket that this kernel knows, with their values on a new socket.
 struct Known {
-    rules: Vec<(&'static Rule, Value)>,
+    rules: Vec<(Rule, Value)>,
 }
 
 /// Stops at which a new socket's options are read.
@@ -305,7 +356,7 @@ impl OptionReader {
             std::collections::hash_map::Entry::Vacant(entry) => {
                 let fresh = create(kind.domain, kind.kind, kind.protocol)?;
                 let rules = kind.rules().into_iter();
-                let rules = rules.filter_map(|rule| Some((rule, read(fresh.as_fd(), rule)?)));
+                let rules = rules.filter_map(|rule| Some((rule, read(fresh.as_fd(), &rule)?)));
                 Ok(entry.insert(Known { rules: rules.collect() }))
             }
         }
@@ -367,7 +418,8 @@ impl OptionReader {
         })?;
         if !program.is_empty() {
             let name = libc::SO_ATTACH_FILTER;
-            options.push(SocketOption { level: SOCKET, name, value: program });
+            // First: SO_LOCK_FILTER lets none come after it.
+            options.insert(0, SocketOption { level: SOCKET, name, value: program });
         }
         Ok(options)
     }
@@ -375,7 +427,7 @@ impl OptionReader {
 
 /// Leaves out buffer sizes of TCP sockets that the kernel chose and will choose again. A receive
 /// buffer that it let grow is kept, because the peer has been told of it.
-fn leave_to_kernel(options: &mut Vec<SocketOption>, kind: SocketKind, rules: &[(&Rule, Value)]) {
+fn leave_to_kernel(options: &mut Vec<SocketOption>, kind: SocketKind, rules: &[(Rule, Value)]) {
     let locked = option_value(options, SOCKET, SO_BUF_LOCK).unwrap_or(0);
     let fresh = rules.iter().find(|(rule, _)| (rule.0, rule.1) == (SOCKET, libc::SO_RCVBUF));
     let fresh =
@@ -421,8 +473,8 @@ pub enum Moment {
 
 fn way(option: &SocketOption) -> Way {
     let all = [GENERIC, UNIX, INTERNET, INTERNET6, STREAM, DATAGRAM, DATAGRAM6, NETLINKS];
-    let rules = all.iter().flat_map(|rules| rules.iter());
-    let rule = rules.into_iter().find(|rule| (rule.0, rule.1) == (option.level, option.name));
+    let mut rules = all.into_iter().flat_map(each);
+    let rule = rules.find(|rule| (rule.0, rule.1) == (option.level, option.name));
     rule.map_or(Way::Last, |rule| rule.2)
 }
 
