@@ -3,6 +3,7 @@
 
 mod bench;
 mod ci;
+mod connections;
 mod fuzz;
 mod guests;
 mod kills;
@@ -34,6 +35,8 @@ enum Task {
     Guests(guests::GuestArguments),
     /// Kills real programs at random instants
     Kills(kills::KillArguments),
+    /// Fails over under clients that look at what becomes of their connections
+    Connections(connections::ConnectionArguments),
     /// Damages streams and feeds them to the decoder
     Fuzz(fuzz::FuzzArguments),
     /// Measures
@@ -59,6 +62,7 @@ fn run(task: Task) -> Result<()> {
         Task::Ci(arguments) => ci::ci(&arguments),
         Task::Guests(arguments) => guests::guests(&arguments),
         Task::Kills(arguments) => kills::kills(&arguments),
+        Task::Connections(arguments) => connections::connections(&arguments),
         Task::Fuzz(arguments) => fuzz::fuzz(&arguments),
         Task::Bench(bench) => bench::bench(&bench),
     }

@@ -7,6 +7,7 @@ pub mod bench;
 pub mod chain;
 pub mod clients;
 pub mod clock;
+pub mod connections;
 pub mod demo;
 pub mod dice;
 pub mod guests;
