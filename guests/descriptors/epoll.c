@@ -1,6 +1,7 @@
 // Feature: epoll
 // Proves: registrations with their events, data, edge-triggered and one-shot state, of a descriptor
-// and its dup, and of a nested epoll, report as before.
+// and its dup, and of a nested epoll, report as before; no edge is lost, while one that was told
+// may be told again.
 #include "guest.h"
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -26,6 +27,12 @@ static unsigned ready(int epoll, uint32_t *events) {
     }
     return mask;
 }
+// What is ready must be `want`. An edge that was told may be told once more after a takeover: no
+// call shows which were, and a lost one would be waited for in vain.
+static void expect(unsigned want, unsigned edges) {
+    unsigned got = ready(inner, NULL);
+    EQ(got & ~(edges & ~want), want);
+}
 static void raise_event(int fd) { put(fd, &(uint64_t){1}, 8); }
 static void clear(int fd) { get(fd, &(uint64_t){0}, 8); }
 
@@ -41,21 +48,23 @@ int main(int argc, char **argv) {
     }
     control(outer, EPOLL_CTL_ADD, inner, EPOLLIN, 0xfeedf00d00000000 | COUNT);
     EQ(ready(inner, NULL), 1u << OUTPUT);
+    unsigned edges = 1u << EDGE | 1u << OUTPUT;
     STEPS {
-        EQ(ready(inner, NULL), 0);
-        EQ(ready(outer, NULL), 0);
+        expect(0, edges);
+        expect(0, edges);
+        EQ(ready(outer, NULL) & ~(1u << COUNT), 0);
         raise_event(fds[LEVEL]);
         raise_event(fds[EDGE]);
         raise_event(fds[ONESHOT]);
         EQ(ready(outer, NULL), 1u << COUNT);
         nap_ms(g.step_ms / 2);
         unsigned all = 1u << LEVEL | 1u << DUP;
-        EQ(ready(inner, NULL), all | 1u << EDGE | 1u << ONESHOT);
+        expect(all | 1u << EDGE | 1u << ONESHOT, edges);
         // The edge has been told and the one shot is spent; only the level is left.
         nap_ms(g.step_ms / 2);
-        EQ(ready(inner, NULL), all);
+        expect(all, edges);
         raise_event(fds[EDGE]);
-        EQ(ready(inner, NULL), all | 1u << EDGE);
+        expect(all | 1u << EDGE, edges);
         clear(fds[LEVEL]);
         clear(fds[EDGE]);
         clear(fds[ONESHOT]);

@@ -1,6 +1,7 @@
 // Feature: inotify
 // Proves: watches on a directory and on a file keep their descriptors and masks, unread events stay
-// in order, and each change afterwards is told once.
+// in order or give way to the one that says that events were lost, and each change afterwards is
+// told once.
 #include "guest.h"
 #include <sys/inotify.h>
 
@@ -37,9 +38,17 @@ int main(int argc, char **argv) {
         nap();
         SYS(unlink(beside(name)));
         long at = 0, length = SYS(read(fd, buffer, sizeof buffer));
-        expect(buffer, &at, directory, IN_CREATE, name + 8);
-        expect(buffer, &at, file, IN_ATTRIB, "");
-        expect(buffer, &at, directory, IN_DELETE, name + 8);
+        int left = 3;
+        if (((const struct inotify_event *)buffer)->mask & IN_Q_OVERFLOW) {
+            expect(buffer, &at, -1, IN_Q_OVERFLOW, "");
+            left = 0;
+            for (long next = at; next < length; left++)
+                next += (long)sizeof(struct inotify_event) +
+                        ((const struct inotify_event *)(buffer + next))->len;
+        }
+        if (left > 2) expect(buffer, &at, directory, IN_CREATE, name + 8);
+        if (left > 1) expect(buffer, &at, file, IN_ATTRIB, "");
+        if (left > 0) expect(buffer, &at, directory, IN_DELETE, name + 8);
         EQ(at, length);
         FAILS(read(fd, buffer, sizeof buffer), EAGAIN);
         // Adding a watch again gives the number it has.

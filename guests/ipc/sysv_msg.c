@@ -1,6 +1,6 @@
 // Feature: System V message queues
-// Proves: queued messages keep type, length, contents and order, and the queue its id, key and
-// limit; a receiver that waits for one type gets only that.
+// Proves: queued messages keep type, length, contents and order, and the queue its id, key, limit
+// and last users; a receiver that waits for one type gets only that.
 #include "guest.h"
 #include <sys/ipc.h>
 #include <sys/msg.h>
@@ -23,6 +23,14 @@ static void *receiver(void *argument) {
     return argument;
 }
 
+// Another process takes the last one.
+static long take_one(long step) {
+    struct message message;
+    if (step == 0) return 0;
+    EQ(SYS(msgrcv(id, &message, sizeof message.bytes, 50, 0)), 0);
+    return 0;
+}
+
 int main(int argc, char **argv) {
     guest_begin(argc, argv);
     SYS(msgctl((int)SYS(msgget(IPC_PRIVATE, 0600)), IPC_RMID, NULL));
@@ -31,6 +39,7 @@ int main(int argc, char **argv) {
     SYS(msgctl(id, IPC_STAT, &status));
     status.msg_qbytes = 9000;
     SYS(msgctl(id, IPC_SET, &status));
+    struct peer peer = peer_start(take_one);
     pthread_t thread = start(receiver, NULL);
     struct message message;
     STEPS {
@@ -39,6 +48,9 @@ int main(int argc, char **argv) {
             fill(message.bytes, (size_t)i * 100, (uint64_t)(g.step * 10 + i));
             SYS(msgsnd(id, &message, (size_t)i * 100, 0));
         }
+        message.type = 50;
+        SYS(msgsnd(id, &message, 0, 0));
+        peer_ask(&peer, g.step);
         nap();
         EQ(received, g.step - 1);
         EQ(msgget(KEY, 0), id);
@@ -46,6 +58,7 @@ int main(int argc, char **argv) {
         EQ(status.msg_qnum, 6);
         EQ(status.msg_qbytes, 9000);
         EQ(status.msg_lspid, getpid());
+        EQ(status.msg_lrpid, peer.pid);
         // Those of type 3 first, then the rest in order.
         static const int order[] = {2, 5, 1, 3, 4, 6};
         for (int i = 0; i < 6; i++) {
@@ -61,6 +74,7 @@ int main(int argc, char **argv) {
         while (received < g.step) nap_ms(1);
     }
     join(thread);
+    peer_end(&peer);
     SYS(msgctl(id, IPC_RMID, NULL));
     return guest_pass();
 }

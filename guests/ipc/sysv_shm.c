@@ -49,6 +49,8 @@ int main(int argc, char **argv) {
         EQ(status.shm_perm.mode & 0777, 0640);
         EQ(status.shm_nattch, 4);
         EQ(status.shm_cpid, getpid());
+        // The child attached by fork, which does not count as use.
+        EQ(status.shm_lpid, getpid());
         SYS(shmctl(gone_id, IPC_STAT, &status));
         EQ(status.shm_perm.mode & SHM_DEST, SHM_DEST);
         EQ(status.shm_nattch, 2);

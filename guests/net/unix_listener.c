@@ -1,6 +1,7 @@
 // Feature: UNIX listeners with pending connections
-// Proves: connections made and written to but not yet accepted are accepted later in order with
-// their data, on an abstract name and on a path; backlog and peer names stay.
+// Proves: connections made but not yet accepted are accepted later in order, on an abstract name
+// and on a path; backlog and peer names stay. Those written to are accepted with their data or, all
+// of a listener together, seen as reset by their makers at once.
 #include "guest.h"
 #include <sys/un.h>
 
@@ -20,6 +21,28 @@ static int dial(int i) {
     EQ(errno, EAGAIN);
     close(fd);
     return -1;
+}
+// The connection was reset: reading says so, once.
+static bool is_reset(int fd) {
+    char byte;
+    struct pollfd one = {.fd = fd, .events = POLLIN};
+    if (SYS(poll(&one, 1, 0)) == 0) return false;
+    CHECK(one.revents & POLLHUP, "events %#x", one.revents);
+    FAILS(read(fd, &byte, 1), ECONNRESET);
+    EQ(read(fd, &byte, 1), 0);
+    return true;
+}
+static void redial(int i, int fds[PENDING], bool one_gone) {
+    for (int n = 0; n < PENDING; n++) {
+        if (!(one_gone && n == 1)) {
+            if (n) CHECK(is_reset(fds[n]), "connection %d", n);
+            close(fds[n]);
+        }
+        fds[n] = dial(i);
+        CHECK(fds[n] >= 0);
+        put_long(fds[n], g.step * 100 + i * 10 + n);
+    }
+    if (one_gone) close(fds[1]);
 }
 
 int main(int argc, char **argv) {
@@ -45,6 +68,8 @@ int main(int argc, char **argv) {
         // One has hung up before it was accepted.
         close(dialled[0][1]);
         nap();
+        for (int i = 0; i < 2; i++)
+            if (is_reset(dialled[i][0])) redial(i, dialled[i], i == 0);
         EQ(dial(0), -1);
         for (int i = 0; i < 2; i++) {
             for (int n = 0; n < PENDING; n++) {

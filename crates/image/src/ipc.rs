@@ -2,6 +2,8 @@
 
 use minicbor::{Decode, Encode};
 
+use crate::tree::GuestPid;
+
 /// The guest's ipc namespace.
 #[derive(Clone, Debug, Default, PartialEq, Encode, Decode)]
 #[cbor(array)]
@@ -15,6 +17,22 @@ pub struct Ipc {
     /// POSIX message queues.
     #[n(2)]
     pub posix_queues: Vec<PosixQueue>,
+    /// Shared memory segments somebody used; their bytes and names travel as shared memory.
+    #[n(3)]
+    #[cbor(default)]
+    pub segments: Vec<SegmentUse>,
+}
+
+/// Who used a System V shared memory segment last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(array)]
+pub struct SegmentUse {
+    /// Identifier.
+    #[n(0)]
+    pub id: i32,
+    /// `shm_lpid`.
+    #[n(1)]
+    pub last: GuestPid,
 }
 
 /// Owner and mode of a System V object.
@@ -45,9 +63,28 @@ pub struct SemaphoreSet {
     /// Who and what.
     #[n(0)]
     pub owner: IpcOwner,
-    /// Value and last pid of each semaphore.
+    /// Value and last pid of each semaphore; 0 for none, and for a process that has ended.
     #[n(1)]
     pub values: Vec<(u16, i32)>,
+    /// What is added when a process ends (`SEM_UNDO`); only what is not 0.
+    #[n(2)]
+    #[cbor(default)]
+    pub undo: Vec<SemaphoreUndo>,
+}
+
+/// An adjustment that waits for the end of a process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+#[cbor(array)]
+pub struct SemaphoreUndo {
+    /// The process.
+    #[n(0)]
+    pub process: GuestPid,
+    /// Which semaphore of the set.
+    #[n(1)]
+    pub index: u16,
+    /// What is added to it.
+    #[n(2)]
+    pub by: i16,
 }
 
 /// msgget(2).
@@ -63,6 +100,14 @@ pub struct SysvQueue {
     /// Messages, oldest first: type and bytes.
     #[n(2)]
     pub messages: Vec<SysvMessage>,
+    /// `msg_lspid`; 0 for none, and for a process that has ended.
+    #[n(3)]
+    #[cbor(default)]
+    pub last_sender: GuestPid,
+    /// `msg_lrpid`, likewise.
+    #[n(4)]
+    #[cbor(default)]
+    pub last_receiver: GuestPid,
 }
 
 /// A message of a System V queue.

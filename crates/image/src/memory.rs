@@ -2,8 +2,9 @@
 
 use minicbor::{Decode, Encode};
 
+use crate::numeric_name;
 use crate::objects::FileId;
-use crate::{numeric_name, tree::HostPath};
+use crate::tree::{GuestPid, HostPath};
 
 /// Bytes of a page on x86-64.
 pub const PAGE_BYTES: u64 = 4096;
@@ -291,6 +292,10 @@ pub enum SharedKind {
         /// Owner's group.
         #[n(4)]
         gid: u32,
+        /// `shm_cpid`; 0 for a process that has ended.
+        #[n(5)]
+        #[cbor(default)]
+        creator: GuestPid,
     },
 }
 

@@ -2,6 +2,7 @@
 
 use minicbor::{Decode, Encode};
 
+use crate::ipc::PosixQueue;
 use crate::memory::SharedId;
 use crate::numeric_name;
 use crate::sockets::{NetlinkSocket, TcpSocket, UdpSocket, UnixSocket};
@@ -303,6 +304,10 @@ pub struct Inotify {
     #[n(1)]
     #[cbor(with = "minicbor::bytes")]
     pub queued: Vec<u8>,
+    /// Unread events are lost: the reader is told so (`IN_Q_OVERFLOW`).
+    #[n(2)]
+    #[cbor(default)]
+    pub overflow: bool,
 }
 
 /// One inotify watch.
@@ -370,6 +375,21 @@ pub struct MessageQueueFile {
     /// Name with the leading slash.
     #[n(0)]
     pub name: String,
+    /// The queue has no name any more: it is made for its descriptors.
+    #[n(1)]
+    pub unlinked: Option<UnlinkedQueue>,
+}
+
+/// A message queue that was unlinked while it is open.
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
+#[cbor(array)]
+pub struct UnlinkedQueue {
+    /// Inode number on the primary: which queue it is.
+    #[n(0)]
+    pub inode: u64,
+    /// What it is and holds; in the first description of it only.
+    #[n(1)]
+    pub queue: Option<PosixQueue>,
 }
 
 /// A file of /proc or /sys.

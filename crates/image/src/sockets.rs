@@ -5,7 +5,7 @@ use std::net::{SocketAddr, SocketAddrV4, SocketAddrV6};
 use minicbor::{Decode, Encode};
 
 use crate::objects::FileId;
-use crate::tree::HostPath;
+use crate::tree::{GuestPid, HostPath};
 
 /// Address families (Linux, every architecture).
 const AF_INET: u16 = 2;
@@ -140,6 +140,16 @@ pub struct UnixSocket {
     /// Name a datagram socket sends to, inside or outside of the guest.
     #[n(11)]
     pub remote: Option<SocketAddress>,
+    /// `SO_PEERCRED`: process, user and group at the other end; of a listener its own.
+    #[n(12)]
+    pub peer_credentials: Option<(GuestPid, u32, u32)>,
+    /// User and group that made the socket; only where it waits in accept(2).
+    #[n(13)]
+    pub maker: Option<(u32, u32)>,
+    /// It waits in accept(2) with bytes that nobody can read: its owner sees a reset.
+    #[n(14)]
+    #[cbor(default)]
+    pub reset: bool,
 }
 
 /// UDP socket.

@@ -109,6 +109,8 @@ pub struct FileStat {
     pub bytes: u64,
     /// Names.
     pub links: u32,
+    /// User and group it belongs to.
+    pub owner: (u32, u32),
 }
 
 impl FileStat {
@@ -140,6 +142,7 @@ pub fn stat_at(directory: BorrowedFd<'_>, name: &CStr, nofollow: bool) -> Result
         special: (stat.stx_rdev_major, stat.stx_rdev_minor),
         bytes: stat.stx_size,
         links: stat.stx_nlink,
+        owner: (stat.stx_uid, stat.stx_gid),
     })
 }
 

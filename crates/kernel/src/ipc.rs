@@ -63,6 +63,17 @@ pub fn semaphore_pid(id: i32, index: i32) -> Result<i32> {
     Ok(check("read semaphore's process", ret.into())? as i32)
 }
 
+/// One operation of semop(2): semaphore, what is added (0 waits for zero), flags.
+pub type SemaphoreChange = (u16, i16, i32);
+
+/// The bytes of an array of `struct sembuf`, for a call made inside the guest.
+pub fn semaphore_changes(changes: &[SemaphoreChange]) -> Vec<u8> {
+    let each = changes.iter().flat_map(|(index, by, flags)| {
+        [index.to_ne_bytes(), by.to_ne_bytes(), (*flags as i16).to_ne_bytes()]
+    });
+    each.flatten().collect()
+}
+
 /// semctl(2), `SETALL`.
 pub fn set_semaphore_values(id: i32, values: &[u16]) -> Result<()> {
     // SAFETY: SETALL reads one u16 for each semaphore; the caller created the set this long.
@@ -114,6 +125,15 @@ pub fn copy_message(id: i32, index: i64, capacity: usize) -> Result<Option<(i64,
     Ok(Some((kind, bytes.collect())))
 }
 
+/// msgrcv(2): takes the first message of type `kind`, which is not longer than 8 bytes.
+pub fn take_message(id: i32, kind: i64) -> Result<()> {
+    let mut buffer = [0u64; 2];
+    let pointer = buffer.as_mut_ptr().cast();
+    // SAFETY: the buffer holds the type and 8 bytes.
+    let ret = unsafe { libc::msgrcv(id, pointer, 8, kind, libc::IPC_NOWAIT) };
+    check("take message", ret as libc::c_long).map(drop)
+}
+
 /// msgsnd(2), without waiting.
 pub fn send_message(id: i32, kind: i64, bytes: &[u8]) -> Result<()> {
     let mut buffer = vec![0u64; 1 + bytes.len().div_ceil(8)];
@@ -134,13 +154,18 @@ pub fn create_segment(key: i32, bytes: u64, ownership: Ownership) -> Result<i32>
     // SAFETY: no pointer is passed.
     let id = unsafe { libc::shmget(key, bytes as usize, flags) };
     let id = check("create shared memory segment", id.into())? as i32;
+    own_segment(id, ownership)?;
+    Ok(id)
+}
+
+/// shmctl(2), `IPC_SET`.
+pub fn own_segment(id: i32, ownership: Ownership) -> Result<()> {
     // SAFETY: all zero is a valid `shmid_ds`.
     let mut state: libc::shmid_ds = unsafe { zeroed() };
     state.shm_perm = permission(ownership);
     // SAFETY: IPC_SET reads a `shmid_ds`.
     let ret = unsafe { libc::shmctl(id, libc::IPC_SET, &raw mut state) };
-    check("give segment its owner", ret.into())?;
-    Ok(id)
+    check("give segment its owner", ret.into()).map(drop)
 }
 
 /// shmctl(2), `IPC_RMID`: the segment goes when nobody has it attached.

@@ -5,6 +5,7 @@ pub mod descriptor;
 pub mod epoll;
 mod error;
 pub mod file_handle;
+pub mod identity;
 pub mod ipc;
 pub mod kept_file;
 pub mod memory;

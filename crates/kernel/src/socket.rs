@@ -52,6 +52,15 @@ pub fn get_option_i32(fd: BorrowedFd<'_>, level: i32, name: i32) -> Result<i32> 
     Ok(i32::from_ne_bytes(value))
 }
 
+/// `SO_PEERCRED`: process, user and group at the other end; `None` where there never was one.
+pub fn peer_credentials(fd: BorrowedFd<'_>) -> Result<Option<(i32, u32, u32)>> {
+    let mut value = [0u8; 12];
+    get_option(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, &mut value)?;
+    let word = |at: usize| value[at..at + 4].try_into().map_or(0, u32::from_ne_bytes);
+    let (pid, uid, gid) = (word(0) as i32, word(4), word(8));
+    Ok((uid != u32::MAX).then_some((pid, uid, gid)))
+}
+
 /// A socket option that is a `u64` (`SO_COOKIE`).
 pub fn get_option_u64(fd: BorrowedFd<'_>, level: i32, name: i32) -> Result<u64> {
     let mut value = [0u8; 8];

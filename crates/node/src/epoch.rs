@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use hotspare_files::ReplicatedDir;
-use hotspare_image::tree::{GuestPid, ProcessState};
 use hotspare_image::{Checkpoint, Epoch, NodeId, Position, Term};
 use hotspare_net::takeover::ServiceNetwork;
+use hotspare_process::capture::objects::ObjectCapture;
 use hotspare_process::capture::shared::SharedTable;
 use hotspare_process::capture::{Captured, CheckpointRules};
 use hotspare_process::guest::Guest;
@@ -16,7 +16,6 @@ use hotspare_process::objects::capture::DescriptorCapture;
 use hotspare_process::objects::error::{ObjectError, ObjectResult};
 use hotspare_process::objects::ipc::IpcCapture;
 use hotspare_process::objects::socket::SocketCapture;
-use hotspare_process::objects::table::GuestProcess;
 use hotspare_process::pages::PageRun;
 use hotspare_replica::Sender;
 
@@ -41,9 +40,7 @@ const SLICE: Duration = Duration::from_millis(20);
 /// Takes checkpoints of a guest and hands them to the spares.
 pub struct EpochMaker {
     pub guest: Guest,
-    pub descriptors: DescriptorCapture,
-    pub sockets: SocketCapture,
-    pub ipc: IpcCapture,
+    pub objects: ObjectCapture,
     pub offsets: ClockOffsets,
     pub names: (String, String),
     pub directories: Vec<ReplicatedDir>,
@@ -116,11 +113,10 @@ impl EpochMaker {
         sockets: SocketCapture,
         ipc: IpcCapture,
     ) -> Self {
+        let descriptors = DescriptorCapture::new(settings.rules(), outside);
         Self {
             guest,
-            descriptors: DescriptorCapture::new(settings.rules(), outside),
-            sockets,
-            ipc,
+            objects: ObjectCapture { descriptors, sockets, ipc },
             offsets: ClockOffsets::default(),
             names: (String::new(), String::new()),
             directories: Vec::new(),
@@ -386,7 +382,7 @@ impl EpochMaker {
 
     fn take(&mut self) -> ObjectResult<Option<(Captured, Vec<hotspare_files::ChangeSet>)>> {
         let tries = self.open.as_ref().map_or(0, |open| open.tries);
-        let Self { guest, descriptors, sockets, ipc, directories, network, hold, .. } = self;
+        let Self { guest, objects, directories, network, hold, .. } = self;
         let mut changes = Vec::new();
         let mut cut = || {
             for directory in directories.iter() {
@@ -395,16 +391,15 @@ impl EpochMaker {
             }
             Ok(())
         };
-        let mut objects = |guest: &Guest, shared: &mut SharedTable, checkpoint: &mut Checkpoint| {
+        let mut take = |guest: &Guest, shared: &mut SharedTable, checkpoint: &mut Checkpoint| {
             if let Some(network) = network.as_mut().filter(|_| *hold) {
                 let cut = network.withdraw();
                 cut.map_err(|e| ObjectError::refused("the service address", e.to_string()))?;
             }
-            ipc.capture_into(shared, checkpoint)?;
-            take_descriptors(guest, shared, checkpoint, descriptors, sockets)
+            objects.take(guest, shared, checkpoint)
         };
         let all = self.stop_and_copy;
-        let mut rules = CheckpointRules { objects: &mut objects, copy_all: all };
+        let mut rules = CheckpointRules { objects: &mut take, copy_all: all };
         let most = if all { u64::MAX } else { REST_PAGES_MAX.saturating_mul(1 << tries.min(40)) };
         let captured = guest.checkpoint(most, &mut rules, &mut cut)?;
         Ok(captured.map(|captured| (captured, changes)))
@@ -413,38 +408,4 @@ impl EpochMaker {
 
 fn files_failed(error: hotspare_files::FilesError) -> ObjectError {
     ObjectError::refused("a replicated directory", error.to_string())
-}
-
-/// Fills the descriptors of the stopped guest in.
-fn take_descriptors(
-    guest: &Guest,
-    shared: &mut SharedTable,
-    checkpoint: &mut Checkpoint,
-    descriptors: &mut DescriptorCapture,
-    sockets: &mut SocketCapture,
-) -> ObjectResult<()> {
-    let mut processes = Vec::new();
-    for process in &checkpoint.processes {
-        if let ProcessState::Alive(_) = process.state
-            && let Some(host) = guest.host_pid(process.pid)
-            && let Some(pidfd) = guest.pidfd(host)
-        {
-            processes.push(GuestProcess { host, pid: process.pid, pidfd });
-        }
-    }
-    let mut name = |_: (u32, u32), inode: u64| SharedTable::name_of(inode);
-    let captured = descriptors.capture(&processes, sockets, &mut name)?;
-    for memfd in &captured.memfds {
-        let (host, fd) = memfd.place;
-        shared.note_descriptor(host, fd, memfd.object, memfd.kind.clone())?;
-    }
-    checkpoint.files = captured.files;
-    let mut tables: BTreeMap<GuestPid, _> =
-        processes.iter().map(|process| process.pid).zip(captured.tables).collect();
-    for process in &mut checkpoint.processes {
-        if let ProcessState::Alive(live) = &mut process.state {
-            live.descriptors = tables.remove(&process.pid).unwrap_or_default();
-        }
-    }
-    Ok(())
 }

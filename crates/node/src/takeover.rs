@@ -1,20 +1,20 @@
 //! A spare becomes the primary.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use hotspare_cluster::Event;
-use hotspare_image::memory::SharedId;
-use hotspare_image::tree::{GuestPid, ProcessState};
+use hotspare_image::tree::GuestPid;
 use hotspare_image::{Checkpoint, Epoch};
 use hotspare_kernel::HostPid;
 use hotspare_net::go_live::GoLiveWatch;
 use hotspare_net::hook::HookEvent;
+use hotspare_process::ghost::FileWorld;
 use hotspare_process::guest::Guest;
-use hotspare_process::objects::ipc::{self, IpcCapture};
-use hotspare_process::objects::restore::{self, GhostParts, RestoreContext, Restored, restore_all};
+use hotspare_process::objects::ipc::IpcCapture;
+use hotspare_process::objects::restore::Restored;
 use hotspare_process::objects::socket::{self, SocketCapture};
 use hotspare_replica::HostRole;
 
@@ -29,24 +29,6 @@ use crate::switchover::Switchover;
 const WATCH: Duration = Duration::from_secs(5);
 /// Some heartbeats' time.
 const LAST_BEATS: Duration = Duration::from_millis(200);
-
-struct Parts<'a> {
-    hosts: BTreeMap<GuestPid, HostPid>,
-    shared: BTreeMap<SharedId, BorrowedFd<'a>>,
-    standard: [BorrowedFd<'a>; 3],
-}
-
-impl GhostParts for Parts<'_> {
-    fn host_pid(&self, pid: GuestPid) -> Option<HostPid> {
-        self.hosts.get(&pid).copied()
-    }
-    fn shared(&self, id: SharedId) -> Option<BorrowedFd<'_>> {
-        self.shared.get(&id).copied()
-    }
-    fn outside(&self, standard: i32) -> Option<BorrowedFd<'_>> {
-        usize::try_from(standard).ok().and_then(|number| self.standard.get(number).copied())
-    }
-}
 
 /// Lets the ghost go: descriptors, address, connections, then everything runs.
 ///
@@ -82,7 +64,6 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         directory.promote().context("take the replicated directory over")?;
     }
     let outage = detect + apply + held.settings.epoch;
-    ipc::restore_in(&image.ipc, held.ghost.namespaces().ipc.as_fd())?;
     let (restored, watch) = restore_files(&held, &image, outage)?;
     let finalised = held.ghost.finalise(&restored.files, &restored.steps)?;
     let finalise = began.elapsed();
@@ -147,28 +128,14 @@ fn restore_files(
     outage: Duration,
 ) -> anyhow::Result<(Restored, Option<GoLiveWatch>)> {
     let (input, output, errors) = (std::io::stdin(), std::io::stdout(), std::io::stderr());
-    let parts = Parts {
-        hosts: held.ghost.host_pids(),
-        shared: held.ghost.all_shared_memory(),
+    let world = FileWorld {
+        rules: &held.settings.rules(),
         standard: [input.as_fd(), output.as_fd(), errors.as_fd()],
+        age_ms: outage.as_millis() as u32,
     };
-    let rules = held.settings.rules();
-    let own = restore::own_descriptors()?;
-    let tables: Vec<_> = image
-        .processes
-        .iter()
-        .filter_map(|process| match &process.state {
-            ProcessState::Alive(live) => Some((process.pid, &live.descriptors[..])),
-            ProcessState::Zombie { .. } => None,
-        })
-        .collect();
-    let age_ms = outage.as_millis() as u32;
-    let restore = || -> anyhow::Result<_> {
-        let watch = GoLiveWatch::open(&image.files, outage)?;
-        let context = RestoreContext::new(&parts, &rules, image.clocks, age_ms, own);
-        Ok((restore_all(&image.files, &tables, &context)?, watch))
-    };
-    held.ghost.namespaces().run(restore).context("enter the ghost")?
+    let watch = || GoLiveWatch::open(&image.files, outage);
+    let watch = held.ghost.namespaces().run(watch).context("enter the ghost")??;
+    Ok((held.ghost.restore_files(&world)?, watch))
 }
 
 fn watch_connections(watch: Option<GoLiveWatch>) {

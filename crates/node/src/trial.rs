@@ -101,7 +101,7 @@ fn obstacles(
     maker: &mut EpochMaker,
     rules: &hotspare_process::objects::rules::FileRules,
 ) -> anyhow::Result<Vec<Obstacle>> {
-    let EpochMaker { guest, descriptors, sockets, .. } = maker;
+    let EpochMaker { guest, objects, .. } = maker;
     let processes: Vec<HostPid> = guest.processes().collect();
     let own = std::process::id() as i32;
     let mut all = Vec::new();
@@ -117,7 +117,7 @@ fn obstacles(
             .iter()
             .map(|(host, pid, pidfd)| GuestProcess { host: *host, pid: *pid, pidfd: pidfd.as_fd() })
             .collect();
-        let found = descriptors.obstacles(&list, sockets);
+        let found = objects.descriptors.obstacles(&list, &mut objects.sockets);
         (found, guest.describe_stopped().err())
     })?;
     let (of_descriptors, of_memory) = found;

@@ -95,7 +95,7 @@ fn restore_all(name: &str, files: &[OpenFile]) -> Outcome<()> {
     let mut made = Made::new();
     let each = |start: Instant| start.elapsed_us() / files.len() as f64;
     let start = Instant::now();
-    restore(files, 0, &mut made, &|guest| Some(guest.0))?;
+    restore(files, 0, Default::default(), &mut made, &|guest| Some(guest.0))?;
     println!("{name}: restore: {:.1} µs each", each(start));
     let start = Instant::now();
     go_live(files, &made)?;
@@ -129,7 +129,7 @@ fn main() -> Outcome<()> {
         let mut capture = IpcCapture::open(File::open("/proc/thread-self/ns/ipc")?.into())?;
         let start = Instant::now();
         for _ in 0..100 {
-            capture.capture()?;
+            capture.capture(&GuestPid)?;
         }
         println!("IPC, none: {:.1} µs an epoch", start.elapsed_us() / 100.0);
         Ok(())

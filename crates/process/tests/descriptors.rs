@@ -449,6 +449,31 @@ fn unread_inotify_events_put_the_checkpoint_off_until_they_are_read() {
     capturing.capture(&[guest.process()]).unwrap();
 }
 
+#[test]
+fn inotify_events_that_stay_unread_become_the_one_that_says_so() {
+    let directory = scratch();
+    let guest = Guest::start("inotify unread", directory.path());
+    let mut capturing = Capturing::of(&guest);
+    let image = loop {
+        match capturing.capture(&[guest.process()]) {
+            Ok(image) => break image,
+            Err(error) => assert!(error.is_transient(), "{error}"),
+        }
+    };
+    let ghost = Ghost::of(&guest, &image, &Parts::default());
+    let instance = ghost.fd("watching");
+    assert_eq!(descriptor::readable_bytes(instance.as_fd()).unwrap(), 16);
+    let mut event = [0u8; 64];
+    assert_eq!(nix::unistd::read(instance, &mut event).unwrap(), 16);
+    assert_eq!(i32::from_ne_bytes(event[..4].try_into().unwrap()), -1);
+    assert_eq!(u32::from_ne_bytes(event[4..8].try_into().unwrap()), libc::IN_Q_OVERFLOW);
+    // And then what happens is told.
+    File::create(directory.path().join("newer")).unwrap();
+    nix::unistd::read(instance, &mut event).unwrap();
+    assert_eq!(i32::from_ne_bytes(event[..4].try_into().unwrap()), 1);
+    assert_eq!(&event[16..22], b"newer\0");
+}
+
 fn open_pidfds(_: &Path, _: u32, opened: &mut Opened) {
     let own = HostPid(std::process::id() as i32);
     opened.push(("self", descriptor::pidfd(own, libc::PIDFD_NONBLOCK as i32).unwrap()));

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
+use hotspare_image::tree::GuestPid;
 use hotspare_kernel::ipc::{self, Ownership, QueueAttributes};
 use hotspare_process::objects::ipc::{
     IpcCapture, IpcState, remove_segment, restore, restore_segment, segment_file,
@@ -23,8 +24,8 @@ fn in_new_ipc<T: Send>(work: impl FnOnce() -> T + Send) -> T {
 fn capture() -> IpcState {
     let namespace = File::open("/proc/thread-self/ns/ipc").expect("open");
     let mut capture = IpcCapture::open(namespace.into()).expect("open");
-    let first = capture.capture().expect("capture");
-    assert_eq!(first, capture.capture().expect("capture"), "a capture changes nothing");
+    let first = capture.capture(&GuestPid).expect("capture");
+    assert_eq!(first, capture.capture(&GuestPid).expect("capture"), "a capture changes nothing");
     first
 }
 

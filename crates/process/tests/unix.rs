@@ -72,6 +72,14 @@ const FLAGS: u32 = (libc::O_RDWR | libc::O_NONBLOCK) as u32;
 fn try_capture(guest: &mut TestGuest, sockets: &[&dyn AsFd]) -> ObjectResult<Vec<OpenFile>> {
     let net = std::fs::File::open("/proc/thread-self/ns/net").expect("open");
     let mut capture = SocketCapture::open(net.as_fd()).expect("open");
+    capture_again(&mut capture, guest, sockets)
+}
+
+fn capture_again(
+    capture: &mut SocketCapture,
+    guest: &mut TestGuest,
+    sockets: &[&dyn AsFd],
+) -> ObjectResult<Vec<OpenFile>> {
     capture.begin_epoch();
     for (number, socket) in sockets.iter().enumerate() {
         guest.ids.insert(inode(socket.as_fd()), FileId(number as u32));
@@ -106,7 +114,8 @@ impl Ghost {
 /// Restores on the calling thread, with `others` as further open files.
 fn restore(files: &[OpenFile], others: Vec<(FileId, OwnedFd)>) -> Ghost {
     let mut made = others.into_iter().collect();
-    objects::socket::restore(files, 0, &mut made, &|guest| Some(guest.0)).expect("restore");
+    objects::socket::restore(files, 0, Default::default(), &mut made, &|guest| Some(guest.0))
+        .expect("restore");
     go_live(files, &made).expect("go live");
     for file in files {
         let flags = descriptor::status_flags(made[&file.id].as_fd()).expect("get flags");
@@ -270,6 +279,42 @@ fn bytes_on_a_connection_that_is_not_accepted_have_to_pass() {
         waits.write_all(b"too early").expect("write");
         let outcome = try_capture(&mut TestGuest::default(), &[&listener, &waits]);
         assert!(matches!(outcome, Err(ObjectError::Transient { .. })), "{outcome:?}");
+    });
+    std::fs::remove_dir_all(directory).expect("clean up");
+}
+
+#[test]
+fn bytes_that_stay_on_a_connection_that_is_not_accepted_mean_a_reset() {
+    let directory = tempfile_directory("stay");
+    let path = directory.join("service");
+    let files = in_new_net(|| {
+        let listener = UnixListener::bind(&path).expect("bind");
+        let mut waits = UnixStream::connect(&path).expect("connect");
+        waits.write_all(b"too early").expect("write");
+        let silent = UnixStream::connect(&path).expect("connect");
+        let net = std::fs::File::open("/proc/thread-self/ns/net").expect("open");
+        let mut capture = SocketCapture::open(net.as_fd()).expect("open");
+        let sockets: [&dyn AsFd; 3] = [&listener, &waits, &silent];
+        loop {
+            match capture_again(&mut capture, &mut TestGuest::default(), &sockets) {
+                Ok(files) => break files,
+                Err(error) => assert!(error.is_transient(), "{error}"),
+            }
+        }
+    });
+    in_new_net(|| {
+        let mut ghost = restore(&files, vec![]);
+        let listener: UnixListener = ghost.take(0);
+        let (mut waits, mut silent): (UnixStream, UnixStream) = (ghost.take(1), ghost.take(2));
+        let mut byte = [0];
+        let error = waits.read(&mut byte).expect_err("is reset");
+        assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+        assert_eq!(waits.read(&mut byte).expect("has ended"), 0);
+        let (mut accepted, _) = listener.accept().expect("accept");
+        accepted.write_all(b"!").expect("write");
+        assert_eq!(silent.read(&mut byte).expect("read"), 1);
+        listener.set_nonblocking(true).expect("set");
+        assert!(listener.accept().is_err(), "only one waits");
     });
     std::fs::remove_dir_all(directory).expect("clean up");
 }

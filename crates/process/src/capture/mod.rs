@@ -6,6 +6,7 @@
 
 mod anonymous;
 pub mod mappings;
+pub mod objects;
 pub mod processes;
 pub mod ranges;
 pub(crate) mod rest;

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 
 use hotspare_image::memory::{Backing, PAGE_BYTES, PageOwner, SharedId, SharedKind, SharedMemory};
+use hotspare_image::tree::GuestPid;
 use hotspare_kernel::HostPid;
 use hotspare_kernel::proc_maps::MapLine;
 use nix::unistd::Whence;
@@ -251,6 +252,7 @@ fn kind_of(name: &str, inode: u64, mode: u32) -> SharedKind {
             mode: mode & 0o777,
             uid: 0,
             gid: 0,
+            creator: GuestPid::default(),
         },
         None => SharedKind::Anonymous,
     }

@@ -87,6 +87,8 @@ impl Ghost {
             self.body(pid)?.take_steps(&steps).map_err(GhostError::at(pid))?;
         }
         clock.part("descriptors");
+        self.use_ipc(image)?;
+        clock.part("ipc");
         for (pid, live) in living(image) {
             let layout = &space(image, live.mm)?.layout;
             self.dress(pid, live, layout).map_err(GhostError::at(pid))?;

@@ -220,6 +220,12 @@ impl Batch<'_> {
         self.verbs.push(verb);
     }
 
+    /// Adds a call that must succeed, whose only argument is the result of the call before it.
+    pub(super) fn then(&mut self, verb: &'static str, number: i64) {
+        self.calls.push(Call::new(number, &[]).chained().required());
+        self.verbs.push(verb);
+    }
+
     /// Adds a call whose failure does not matter.
     pub(super) fn may(&mut self, number: i64, arguments: &[u64]) {
         self.calls.push(Call::new(number, arguments));

@@ -27,15 +27,18 @@ mod attributes;
 mod body;
 mod descriptors;
 mod error;
+mod files;
 mod fill;
 mod finalise;
 mod hands;
+mod ipc_users;
 mod layout;
 mod sources;
 mod threads;
 mod tree;
 
 pub use error::{GhostError, GhostResult};
+pub use files::FileWorld;
 pub use finalise::Finalised;
 
 use body::Body;
@@ -230,7 +233,8 @@ impl Ghost {
             self.names.clone_from(&checkpoint.names);
         }
         self.sync_tree(checkpoint)?;
-        self.sources.sync_shared(&checkpoint.shared, self.full, &self.namespaces)?;
+        let (shared, bodies) = (&checkpoint.shared, &self.bodies);
+        self.sources.sync_shared(shared, self.full, &self.namespaces, bodies)?;
         let changed = checkpoint.spaces.iter().filter(|space| self.differs(space));
         let changed: Vec<&AddressSpace> = changed.collect();
         let namespaces = &self.namespaces;

@@ -10,9 +10,10 @@ use hotspare_image::ipc::IpcOwner;
 use hotspare_image::memory::{
     AddressSpace, Backing, MappedFile, Mapping, SharedId, SharedKind, SharedMemory,
 };
+use hotspare_image::tree::GuestPid;
 use hotspare_kernel::spawn;
 
-use super::body::Sources;
+use super::body::{Body, Sources};
 use super::error::{GhostError, GhostResult};
 use crate::init::GuestNamespaces;
 use crate::objects::ipc;
@@ -107,6 +108,7 @@ impl SourceSet {
         all: &[SharedMemory],
         keep: bool,
         namespaces: &GuestNamespaces,
+        bodies: &BTreeMap<GuestPid, Body>,
     ) -> GhostResult<()> {
         let gone = |id: &SharedId| !all.iter().any(|image| image.id == *id);
         for (_, object) in self.shared.extract_if(.., |id, _| gone(id)) {
@@ -121,7 +123,7 @@ impl SourceSet {
                 Some(old) if image.reset && !keep && segment => empty(&old.file, image.bytes)?,
                 Some(_) if !image.reset || keep => {}
                 _ => {
-                    let object = make(image, namespaces)?;
+                    let object = make(image, namespaces, bodies)?;
                     self.shared.insert(image.id, object);
                 }
             }
@@ -235,17 +237,35 @@ fn remove_segment(image: &SharedMemory, namespaces: &GuestNamespaces) -> GhostRe
     Ok(ipc::inside(namespaces.ipc.as_fd(), || ipc::remove_segment(id))?)
 }
 
-fn make_segment(image: &SharedMemory, namespaces: &GuestNamespaces) -> GhostResult<OwnedFd> {
-    let SharedKind::SysV { id, key, mode, uid, gid } = image.kind else {
+/// Makes a segment, by its creator if that has a ghost: the kernel remembers who it was.
+fn make_segment(
+    image: &SharedMemory,
+    namespaces: &GuestNamespaces,
+    bodies: &BTreeMap<GuestPid, Body>,
+) -> GhostResult<OwnedFd> {
+    let SharedKind::SysV { id, key, mode, uid, gid, creator } = image.kind else {
         return Err(GhostError::Image("a segment of another kind".into()));
     };
     let owner = IpcOwner { id, key, mode, uid, gid };
-    let segment = ipc::Segment { owner, bytes: image.bytes, last_use: [0; 4] };
-    let file = ipc::inside(namespaces.ipc.as_fd(), || ipc::restore_segment(&segment))?;
-    Ok(file.into())
+    let (bytes, last_use) = (image.bytes, [0; 4]);
+    let namespace = namespaces.ipc.as_fd();
+    let Some(body) = bodies.get(&creator).filter(|body| !body.zombie) else {
+        let segment = ipc::Segment { owner, bytes, creator, last_use };
+        return Ok(ipc::inside(namespace, || ipc::restore_segment(&segment))?.into());
+    };
+    ipc::inside(namespace, || ipc::ask_for_segment(id))?;
+    let flags = libc::IPC_CREAT | libc::IPC_EXCL | (mode & 0o777) as i32;
+    let arguments = [key as u64, bytes, flags as u64];
+    let made = body.batch().ask("create segment", libc::SYS_shmget, &arguments);
+    let made = made.map_err(|error| GhostError::at(creator)(error.into()))?;
+    Ok(ipc::inside(namespace, || ipc::adopt_segment(&owner, made as i32))?.into())
 }
 
-fn make(image: &SharedMemory, namespaces: &GuestNamespaces) -> GhostResult<SharedObject> {
+fn make(
+    image: &SharedMemory,
+    namespaces: &GuestNamespaces,
+    bodies: &BTreeMap<GuestPid, Body>,
+) -> GhostResult<SharedObject> {
     let fd: OwnedFd = match &image.kind {
         SharedKind::Anonymous => spawn::shared_anonymous(image.bytes)?,
         SharedKind::Memfd { name, .. } => {
@@ -253,7 +273,7 @@ fn make(image: &SharedMemory, namespaces: &GuestNamespaces) -> GhostResult<Share
                 .map_err(|_| GhostError::Image("memfd name with a zero byte".into()))?;
             spawn::memfd(&name)?
         }
-        SharedKind::SysV { .. } => make_segment(image, namespaces)?,
+        SharedKind::SysV { .. } => make_segment(image, namespaces, bodies)?,
     };
     let file = File::from(fd);
     if let SharedKind::Memfd { mode, .. } = &image.kind {

@@ -22,6 +22,7 @@ use super::error::{ObjectError, ObjectResult};
 use super::fdinfo::{self, Header};
 use super::inotify::WatchPaths;
 use super::outside::OutsideDescriptor;
+use super::patience::Patience;
 use super::rules::FileRules;
 use super::socket::{self, SocketCapture};
 use super::table::{self, GuestProcess, Row, Rows, StandIn, Tables};
@@ -68,14 +69,15 @@ pub struct DescriptorCapture {
     tables: Tables,
     scratch: pipe::Scratch,
     paths: WatchPaths,
+    unread_events: Patience,
     next_id: u32,
 }
 
 impl DescriptorCapture {
     /// For a guest that was started with `outside` as its standard descriptors.
     pub fn new(rules: FileRules, outside: Vec<OutsideDescriptor>) -> Self {
-        let (tables, scratch, paths) = Default::default();
-        Self { rules, outside, tables, scratch, paths, next_id: 0 }
+        let (tables, scratch, paths, unread_events) = Default::default();
+        Self { rules, outside, tables, scratch, paths, unread_events, next_id: 0 }
     }
 
     /// Looks whether some of the `threads` of a captured process left its descriptor table, which
@@ -99,6 +101,7 @@ impl DescriptorCapture {
         name_shared: NameShared<'_>,
     ) -> ObjectResult<Captured> {
         sockets.begin_epoch();
+        self.unread_events.begin_attempt();
         let stand_ins = self.stand_ins(processes)?;
         let processes = &through(processes, &stand_ins);
         let (mut session, members) = Session::begin(self, processes)?;
@@ -197,6 +200,7 @@ struct Session<'a> {
     // Parallel to `seen` as far as captured; sockets stay None until they are taken.
     objects: Vec<Option<(FileOwner, Object)>>,
     memfds: Vec<MemfdSeen>,
+    queues: mqueue::Taken,
     // Descriptions by what their descriptors have in common, for those found in queues.
     index: Option<HashMap<table::Key, Vec<usize>>>,
 }
@@ -213,8 +217,8 @@ impl<'a> Session<'a> {
         let mut rows = kept.tables.read(processes)?;
         let members = table::share(&mut rows, processes)?;
         let seen = Vec::with_capacity(members.len());
-        let (objects, memfds, index) = Default::default();
-        Ok((Self { kept, processes, rows, seen, objects, memfds, index }, members))
+        let (objects, memfds, queues, index) = Default::default();
+        Ok((Self { kept, processes, rows, seen, objects, memfds, queues, index }, members))
     }
 
     /// Gives each description a name and says what it is.
@@ -375,8 +379,10 @@ impl<'a> Session<'a> {
                 let host = self.place(index).0;
                 let file = self.owned_duplicate(index)?;
                 let mut paths = std::mem::take(&mut self.kept.paths);
-                let image = inotify::capture(self.detail(index), file.as_fd(), host, &mut paths);
-                self.kept.paths = paths;
+                let mut patience = self.kept.unread_events;
+                let detail = self.detail(index);
+                let image = inotify::capture(detail, file.as_fd(), host, &mut paths, &mut patience);
+                (self.kept.paths, self.kept.unread_events) = (paths, patience);
                 return Ok(Some((self.owner(file.as_fd())?, Object::Inotify(image?))));
             }
             Class::Memfd => Object::Memfd(self.take_memfd(index, name_shared)?),
@@ -390,6 +396,13 @@ impl<'a> Session<'a> {
                 let seen = &self.seen[index];
                 let rules = &self.kept.rules;
                 Object::Regular(regular::capture(&seen.known, &seen.header, locks, rules)?)
+            }
+            Class::MessageQueue => {
+                let mut queues = std::mem::take(&mut self.queues);
+                let (seen, file) = (&self.seen[index], || self.owned_duplicate(index));
+                let image = mqueue::capture(&seen.known, seen.header.inode, file, &mut queues);
+                self.queues = queues;
+                Object::MessageQueue(image?)
             }
             class => self.take_simple(index, class)?,
         };
@@ -409,7 +422,6 @@ impl<'a> Session<'a> {
             Class::SignalFd => Object::SignalFd(signalfd::capture(detail)?),
             Class::PidFd => Object::PidFd(pidfd::capture(detail)?),
             Class::Device(device) => Object::Device(device::capture(device)),
-            Class::MessageQueue => Object::MessageQueue(mqueue::capture(known)?),
             Class::Proc => Object::Proc(proc_file::capture(known, position)?),
             Class::Terminal
             | Class::Regular
@@ -418,6 +430,7 @@ impl<'a> Session<'a> {
             | Class::TimerFd
             | Class::Inotify
             | Class::Memfd
+            | Class::MessageQueue
             | Class::Socket => unreachable!("{class:?} is taken elsewhere"),
         })
     }

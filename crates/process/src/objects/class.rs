@@ -50,7 +50,7 @@ impl Class {
     /// Whether what it is can change its name while it stays the same file.
     pub fn has_path(self) -> bool {
         match self {
-            Self::Regular | Self::Directory | Self::Fifo | Self::Proc => true,
+            Self::Regular | Self::Directory | Self::Fifo | Self::Proc | Self::MessageQueue => true,
             Self::Pipe
             | Self::EventFd
             | Self::Epoll
@@ -61,8 +61,7 @@ impl Class {
             | Self::Memfd
             | Self::Device(_)
             | Self::Terminal
-            | Self::Socket
-            | Self::MessageQueue => false,
+            | Self::Socket => false,
         }
     }
 

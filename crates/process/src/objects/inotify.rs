@@ -6,7 +6,10 @@
 //! numbers by adding and removing until each comes up.
 //!
 //! Unread events cannot be copied: reading takes them from the guest, and no call puts events into
-//! a queue. A checkpoint is therefore not possible while an instance has unread events.
+//! a queue. A checkpoint waits until they are read, but not for ever: if an instance keeps unread
+//! events for longer, its reader gets `IN_Q_OVERFLOW` after a failover, the kernel's own way to say
+//! that events were lost and that it has to look for itself. That event comes only when more wait
+//! than a queue takes, so the ghost's queue is filled and read empty down to it.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -18,7 +21,8 @@ use hotspare_kernel::{HostPid, KernelError, descriptor};
 
 use super::error::{ObjectError, ObjectResult};
 use super::fdinfo;
-use super::restore::set_flags;
+use super::patience::Patience;
+use super::restore::{RestoreContext, set_flags};
 
 /// Highest watch number: making the ghost's numbers costs about a microsecond for each below.
 const NUMBER_MAX: i32 = 1 << 18;
@@ -137,16 +141,18 @@ pub fn capture(
     instance: BorrowedFd<'_>,
     host: HostPid,
     paths: &mut WatchPaths,
+    patience: &mut Patience,
 ) -> ObjectResult<Inotify> {
     let unread = descriptor::readable_bytes(instance)?;
-    if unread != 0 {
+    let overflow = unread != 0;
+    if overflow && !patience.is_exhausted() {
         let reason = format!("it holds {unread} bytes of events that the program has not read");
         return Err(ObjectError::transient("an inotify instance", reason));
     }
     let mut watches = Vec::new();
     let lines = parse(detail)?;
     if lines.is_empty() {
-        return Ok(Inotify { watches, queued: Vec::new() });
+        return Ok(Inotify { watches, queued: Vec::new(), overflow });
     }
     let path = CString::new(format!("/proc/{host}/root")).expect("digits");
     let directory = libc::O_DIRECTORY | libc::O_PATH;
@@ -165,11 +171,12 @@ pub fn capture(
         watches.push(InotifyWatch { wd: line.wd, path: HostPath(path), mask: line.mask });
     }
     watches.sort_by_key(|watch| watch.wd);
-    Ok(Inotify { watches, queued: Vec::new() })
+    Ok(Inotify { watches, queued: Vec::new(), overflow })
 }
 
-/// Makes an instance with the same watches under the same numbers and nothing to read.
-pub fn restore(image: &Inotify, flags: u32) -> ObjectResult<OwnedFd> {
+/// Makes an instance with the same watches under the same numbers and nothing to read but, where
+/// events were lost, that.
+pub fn restore(image: &Inotify, flags: u32, context: &RestoreContext<'_>) -> ObjectResult<OwnedFd> {
     if !image.queued.is_empty() {
         return Err(ObjectError::Image("inotify events, which nobody can put back".to_owned()));
     }
@@ -182,9 +189,58 @@ pub fn restore(image: &Inotify, flags: u32) -> ObjectResult<OwnedFd> {
         add(&file, watch, highest)?;
         highest = watch.wd;
     }
-    drain(&file)?;
+    if image.overflow {
+        overflow(&file, context)?;
+    } else {
+        drain(&file)?;
+    }
     set_flags(&file, flags)?;
     Ok(file)
+}
+
+/// Bytes of an event without a name: `struct inotify_event`.
+const EVENT_BYTES: usize = 16;
+/// Looks at the fill level after so many events.
+const EVENTS_PER_LOOK: usize = 512;
+
+/// Lets the queue overflow and reads all events but the last, which says so.
+fn overflow(file: &OwnedFd, context: &RestoreContext<'_>) -> ObjectResult<()> {
+    let io = |verb| move |errno: nix::errno::Errno| KernelError::from_errno(verb, errno as i32);
+    // Equal events in a row become one, so two files take turns.
+    let files = [scratch_file(context)?, scratch_file(context)?];
+    let mut watches = Vec::new();
+    for scratch in &files {
+        watches.push(context.watch_own(file.as_fd(), scratch.as_fd(), libc::IN_MODIFY)?);
+    }
+    let mut before = usize::MAX;
+    loop {
+        let unread = descriptor::readable_bytes(file.as_fd())?;
+        if unread == before {
+            break;
+        }
+        before = unread;
+        for turn in 0..EVENTS_PER_LOOK {
+            nix::unistd::write(&files[turn % 2], b"x").map_err(io("fill event queue"))?;
+        }
+    }
+    for wd in watches {
+        descriptor::remove_watch(file.as_fd(), wd)?;
+    }
+    let mut buffer = [0u8; 16 * 1024];
+    loop {
+        let unread = descriptor::readable_bytes(file.as_fd())?;
+        let room = unread.saturating_sub(EVENT_BYTES).min(buffer.len());
+        if room == 0 {
+            return Ok(());
+        }
+        nix::unistd::read(file, &mut buffer[..room]).map_err(io("drain inotify"))?;
+    }
+}
+
+/// A memory file, opened in the way whose writes are noticed.
+fn scratch_file(context: &RestoreContext<'_>) -> ObjectResult<OwnedFd> {
+    let memory = hotspare_kernel::spawn::memfd(c"events")?;
+    context.reopen(memory.as_fd(), (libc::O_WRONLY | libc::O_APPEND) as u32)
 }
 
 /// Adds a watch until it gets its number; those up to `highest` are in use or were.

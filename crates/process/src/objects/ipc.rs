@@ -7,28 +7,31 @@
 //!
 //! System V messages can be copied (`MSG_COPY`). POSIX messages cannot: they are taken out and
 //! put back in the same order while the guest stands still. A queue on which somebody waits for a
-//! notification is refused unless it is empty, because putting back would set the notification
-//! off.
+//! notification (mq_notify(3)) is refused: the kernel shows who waits, but not the value to send.
 //!
-//! Not carried: `SEM_UNDO` adjustments and the times and process numbers of last use, which no
-//! call shows or sets.
+//! Process numbers of last use are set by having the process use the object last, in the ghost
+//! (`ghost::ipc_users`); so those of processes that have ended are not. `SEM_UNDO` adjustments no
+//! call shows: see [`super::semaphore_undo`]. Not carried: the times of last use.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use hotspare_image::Checkpoint;
 use hotspare_image::ipc::{
-    Ipc, IpcOwner, PosixMessage, PosixQueue, SemaphoreSet, SysvMessage, SysvQueue,
+    Ipc, IpcOwner, PosixMessage, PosixQueue, SegmentUse, SemaphoreSet, SemaphoreUndo, SysvMessage,
+    SysvQueue,
 };
 use hotspare_image::memory::SharedKind;
+use hotspare_image::tree::GuestPid;
 use hotspare_kernel::KernelError;
 use hotspare_kernel::ipc::{self, Attachment, Ownership, QueueAttributes};
 
 use super::error::{ObjectError, ObjectResult};
+use super::semaphore_undo;
 use crate::capture::shared::SharedTable;
 
 /// Mode bit of a segment that goes when the last process detaches it (`SHM_DEST`).
@@ -47,7 +50,9 @@ pub struct Segment {
     pub owner: IpcOwner,
     /// Size.
     pub bytes: u64,
-    /// Process that used it last, attachments, times of the last attach and detach.
+    /// Process that made it; 0 for one that has ended.
+    pub creator: GuestPid,
+    /// Process that used it last, on this host, attachments, times of the last attach and detach.
     pub last_use: [i64; 4],
 }
 
@@ -70,10 +75,26 @@ pub struct IpcCapture {
     posix: OwnedFd,
     /// Memory of segments by number, and who used each last.
     opened: BTreeMap<i32, (File, LastUse)>,
+    /// Times of the last semop(2) and change of each semaphore set, by number.
+    stamps: BTreeMap<i32, [i64; 2]>,
+    undo: BTreeMap<i32, KnownUndo>,
+}
+
+/// Adjustments of a set, as they were found.
+#[derive(Debug)]
+struct KnownUndo {
+    stamp: [i64; 2],
+    /// When, in seconds of the day.
+    at: i64,
+    found: Vec<SemaphoreUndo>,
 }
 
 /// Of a segment: process that used it last, attachments, times of the last attach and detach.
 type LastUse = [i64; 4];
+
+/// The guest's number of a process, given the host's; 0 for one that has ended or is not of the
+/// guest.
+pub type GuestPidOf<'a> = &'a (dyn Fn(i32) -> GuestPid + Sync);
 
 /// Runs `work` on a thread inside an ipc namespace.
 pub(crate) fn inside<T: Send>(
@@ -103,18 +124,54 @@ impl IpcCapture {
             Ok((segments, semaphores, open_list("msg")?, ipc::queue_directory()?))
         };
         let (segments, semaphores, queues, posix) = inside(namespace.as_fd(), lists)?;
-        let opened = BTreeMap::new();
-        Ok(Self { namespace, segments, semaphores, queues, posix, opened })
+        let (opened, stamps, undo) = Default::default();
+        Ok(Self { namespace, segments, semaphores, queues, posix, opened, stamps, undo })
+    }
+
+    /// Finds the `SEM_UNDO` adjustments of processes `alive` in the sets of `ipc`, which was just
+    /// captured. A set that nobody has changed for seconds is not looked at again.
+    pub fn capture_undo(
+        &mut self,
+        ipc: &mut Ipc,
+        alive: &[GuestPid],
+        inside: semaphore_undo::Inside<'_>,
+    ) -> ObjectResult<()> {
+        self.undo.retain(|id, _| ipc.semaphores.iter().any(|set| set.owner.id == *id));
+        let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs() as i64;
+        for set in &mut ipc.semaphores {
+            let stamp = self.stamps.get(&set.owner.id).copied().unwrap_or_default();
+            let known = self.undo.get(&set.owner.id);
+            let is_fresh = |known: &&KnownUndo| {
+                // The kernel counts in seconds: a later change may have the same stamp.
+                known.stamp == stamp && stamp.iter().all(|time| time + 1 < known.at)
+            };
+            if let Some(known) = known.filter(is_fresh) {
+                set.undo.clone_from(&known.found);
+                continue;
+            }
+            let mut found = Vec::new();
+            for pid in alive {
+                let before = || {
+                    let all = known.iter().flat_map(|known| &known.found);
+                    all.filter(|undo| undo.process == *pid).copied().collect()
+                };
+                found.extend(semaphore_undo::find(set, *pid, inside)?.unwrap_or_else(before));
+            }
+            set.undo.clone_from(&found);
+            self.undo.insert(set.owner.id, KnownUndo { stamp, at: now, found });
+        }
+        Ok(())
     }
 
     /// Captures what is there into `checkpoint`, and enters segments into the table of shared
     /// memory, which carries their bytes. The guest stands still.
     pub fn capture_into(
         &mut self,
+        guest_pid: GuestPidOf<'_>,
         shared: &mut SharedTable,
         checkpoint: &mut Checkpoint,
     ) -> ObjectResult<()> {
-        let state = self.capture()?;
+        let state = self.capture(guest_pid)?;
         checkpoint.ipc = state.ipc;
         self.opened.retain(|id, _| state.segments.iter().any(|segment| segment.owner.id == *id));
         for segment in &state.segments {
@@ -126,31 +183,46 @@ impl IpcCapture {
             let Some((file, last_use)) = self.opened.get_mut(&id) else { continue };
             // What was written through an attachment that is gone again, nobody has seen.
             let used = std::mem::replace(last_use, segment.last_use) != segment.last_use;
-            let kind = SharedKind::SysV { id, key, mode, uid, gid };
+            let creator = segment.creator;
+            let kind = SharedKind::SysV { id, key, mode, uid, gid, creator };
             shared.note_segment(file.as_fd(), kind, used)?;
         }
         Ok(())
     }
 
     /// What is there, while the guest stands still. It is as before afterwards.
-    pub fn capture(&mut self) -> ObjectResult<IpcState> {
+    pub fn capture(&mut self, guest_pid: GuestPidOf<'_>) -> ObjectResult<IpcState> {
         let segments: Vec<Row> = rows(&self.segments)?;
         let semaphores = rows(&self.semaphores)?;
         let queues = rows(&self.queues)?;
         let posix = self.posix_names()?;
-        let segments = segments.iter().map(segment).collect::<ObjectResult<_>>()?;
+        self.stamps = semaphores.iter().map(|row| (row[1] as i32, [row[8], row[9]])).collect();
+        let each = segments.iter().map(|row| segment(row, guest_pid));
+        let segments = each.collect::<ObjectResult<Vec<_>>>()?;
+        let last = |segment: &Segment| SegmentUse {
+            id: segment.owner.id,
+            last: guest_pid(segment.last_use[0] as i32),
+        };
+        let used: Vec<SegmentUse> = segments.iter().map(last).collect();
         if semaphores.is_empty() && queues.is_empty() && posix.is_empty() {
-            return Ok(IpcState { ipc: Ipc::default(), segments });
+            return Ok(IpcState { ipc: Ipc { segments: used, ..Ipc::default() }, segments });
         }
         let directory = self.posix.as_fd();
         let read = || {
             Ok(Ipc {
-                semaphores: semaphores.iter().map(semaphore_set).collect::<ObjectResult<_>>()?,
-                message_queues: queues.iter().map(sysv_queue).collect::<ObjectResult<_>>()?,
+                semaphores: semaphores
+                    .iter()
+                    .map(|row| semaphore_set(row, guest_pid))
+                    .collect::<ObjectResult<_>>()?,
+                message_queues: queues
+                    .iter()
+                    .map(|row| sysv_queue(row, guest_pid))
+                    .collect::<ObjectResult<_>>()?,
                 posix_queues: posix
                     .iter()
-                    .map(|name| posix_queue(directory, name))
+                    .map(|name| posix_queue(&descriptor_path(directory).join(name), name))
                     .collect::<ObjectResult<_>>()?,
+                segments: used,
             })
         };
         Ok(IpcState { ipc: inside(self.namespace.as_fd(), read)?, segments })
@@ -213,7 +285,7 @@ fn owner(row: &Row, uid_column: usize) -> IpcOwner {
     }
 }
 
-fn segment(row: &Row) -> ObjectResult<Segment> {
+fn segment(row: &Row, guest_pid: GuestPidOf<'_>) -> ObjectResult<Segment> {
     let owner = owner(row, 7);
     if owner.mode & (SEGMENT_LOCKED | SEGMENT_HUGE) != 0 {
         let what = format!("System V shared memory segment {}", owner.id);
@@ -221,20 +293,22 @@ fn segment(row: &Row) -> ObjectResult<Segment> {
     }
     let column = |index: usize| row.get(index).copied().unwrap_or(0);
     let last_use = [5, 6, 11, 12].map(column);
-    Ok(Segment { owner, bytes: row[3] as u64, last_use })
+    let creator = guest_pid(row[4] as i32);
+    Ok(Segment { owner, bytes: row[3] as u64, creator, last_use })
 }
 
-fn semaphore_set(row: &Row) -> ObjectResult<SemaphoreSet> {
+fn semaphore_set(row: &Row, guest_pid: GuestPidOf<'_>) -> ObjectResult<SemaphoreSet> {
     let owner = owner(row, 4);
     let values = ipc::semaphore_values(owner.id, row[3].clamp(0, 1 << 16) as usize)?;
-    let values = values
-        .into_iter()
-        .enumerate()
-        .map(|(index, value)| Ok((value, ipc::semaphore_pid(owner.id, index as i32)?)));
-    Ok(SemaphoreSet { values: values.collect::<ObjectResult<_>>()?, owner })
+    let values = values.into_iter().enumerate().map(|(index, value)| {
+        let last = ipc::semaphore_pid(owner.id, index as i32)?;
+        Ok((value, guest_pid(last).0))
+    });
+    let values = values.collect::<ObjectResult<_>>()?;
+    Ok(SemaphoreSet { values, owner, undo: Vec::new() })
 }
 
-fn sysv_queue(row: &Row) -> ObjectResult<SysvQueue> {
+fn sysv_queue(row: &Row, guest_pid: GuestPidOf<'_>) -> ObjectResult<SysvQueue> {
     let owner = owner(row, 7);
     let capacity_bytes = ipc::queue_capacity(owner.id)?;
     let mut messages = Vec::new();
@@ -243,28 +317,38 @@ fn sysv_queue(row: &Row) -> ObjectResult<SysvQueue> {
     while let Some((kind, bytes)) = ipc::copy_message(owner.id, messages.len() as i64, longest)? {
         messages.push(SysvMessage { kind, bytes });
     }
-    Ok(SysvQueue { owner, capacity_bytes, messages })
+    let (last_sender, last_receiver) = (guest_pid(row[5] as i32), guest_pid(row[6] as i32));
+    Ok(SysvQueue { owner, capacity_bytes, messages, last_sender, last_receiver })
 }
 
-fn posix_queue(directory: BorrowedFd<'_>, name: &str) -> ObjectResult<PosixQueue> {
-    let what = || format!("POSIX message queue /{name}");
-    let path = PathBuf::from(format!("/proc/self/fd/{}/{name}", directory.as_raw_fd()));
+/// Where /proc shows a descriptor of ours.
+fn descriptor_path(file: BorrowedFd<'_>) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+/// What a queue without a name is and holds, seen through `file`, which is open on it.
+pub(super) fn unlinked_queue(file: BorrowedFd<'_>, name: &str) -> ObjectResult<PosixQueue> {
+    posix_queue(&descriptor_path(file), name)
+}
+
+fn posix_queue(path: &Path, name: &str) -> ObjectResult<PosixQueue> {
     let io = |verb| KernelError::io(verb);
     let mut flags = File::options();
     flags.read(true).write(true);
     let open = std::os::unix::fs::OpenOptionsExt::custom_flags(&mut flags, libc::O_NONBLOCK);
-    let mut file = open.open(&path).map_err(io("open message queue"))?;
+    let mut file = open.open(path).map_err(io("open message queue"))?;
     let metadata = file.metadata().map_err(io("look at message queue"))?;
     let attributes = ipc::queue_attributes(file.as_fd())?;
+    let mut text = String::new();
+    file.read_to_string(&mut text).map_err(io("read message queue's state"))?;
+    let watcher = text.split_whitespace().find_map(|word| word.strip_prefix("NOTIFY_PID:"));
+    if watcher.is_some_and(|pid| pid != "0") {
+        let reason = "a process waits for a notification (mq_notify), and what value it is to get \
+            cannot be read; wait in mq_receive, or with poll, instead";
+        return Err(ObjectError::refused(format!("POSIX message queue /{name}"), reason));
+    }
     let mut messages = Vec::new();
     if attributes.messages > 0 {
-        let mut text = String::new();
-        file.read_to_string(&mut text).map_err(io("read message queue's state"))?;
-        let watcher = text.split_whitespace().find_map(|word| word.strip_prefix("NOTIFY_PID:"));
-        if watcher.is_some_and(|pid| pid != "0") {
-            let reason = "messages wait in it while a process waits for a notification";
-            return Err(ObjectError::transient(what(), reason));
-        }
         messages = look_through(file.as_fd(), attributes)?;
     }
     Ok(PosixQueue {
@@ -348,6 +432,11 @@ pub fn restore(image: &Ipc) -> ObjectResult<()> {
 }
 
 fn restore_posix_queue(image: &PosixQueue) -> ObjectResult<()> {
+    make_posix_queue(image).map(drop)
+}
+
+/// Makes a queue and fills it; open for reading and writing, without waiting.
+pub(super) fn make_posix_queue(image: &PosixQueue) -> ObjectResult<File> {
     let name = image.name.strip_prefix('/').unwrap_or(&image.name);
     let (messages_max, message_bytes_max) = image.limits;
     let attributes = QueueAttributes { messages_max, message_bytes_max, messages: 0 };
@@ -360,7 +449,7 @@ fn restore_posix_queue(image: &PosixQueue) -> ObjectResult<()> {
     let (uid, gid) = image.owner;
     let owned = std::os::unix::fs::fchown(&queue, Some(uid), Some(gid));
     owned.map_err(KernelError::io("set owner of message queue"))?;
-    Ok(())
+    Ok(queue)
 }
 
 /// Makes a segment in the calling thread's ipc namespace. The file is its memory, for reading and
@@ -369,9 +458,20 @@ fn restore_posix_queue(image: &PosixQueue) -> ObjectResult<()> {
 /// A segment that is to go with its last process ([`SEGMENT_REMOVED`]) is removed by
 /// [`remove_segment`] when the ghost has attached it.
 pub fn restore_segment(image: &Segment) -> ObjectResult<File> {
-    ask_for_number("shm", image.owner.id)?;
+    ask_for_segment(image.owner.id)?;
     let id = ipc::create_segment(image.owner.key, image.bytes, ownership(&image.owner))?;
-    check_number("a shared memory segment", image.owner.id, id)?;
+    adopt_segment(&image.owner, id)
+}
+
+/// Makes the next segment of the calling thread's ipc namespace number `id`, whoever makes it.
+pub(crate) fn ask_for_segment(id: i32) -> ObjectResult<()> {
+    ask_for_number("shm", id)
+}
+
+/// Gives the new segment `id` its owner, if it got the right number; its memory as a file.
+pub(crate) fn adopt_segment(owner: &IpcOwner, id: i32) -> ObjectResult<File> {
+    check_number("a shared memory segment", owner.id, id)?;
+    ipc::own_segment(id, ownership(owner))?;
     segment_file(id)
 }
 

@@ -19,6 +19,7 @@ use hotspare_kernel::{HostPid, KernelError, descriptor, open_fuse_inode};
 use super::error::{ObjectError, ObjectResult};
 use super::remote_step::{self, RemoteStep};
 use super::rules::FileRules;
+use super::unix::SocketPairs;
 use super::{
     device, directory, epoll, eventfd, inotify, memfd, mqueue, outside, pidfd, pipe, proc_file,
     regular, signalfd, socket, timerfd,
@@ -32,6 +33,11 @@ pub trait GhostParts {
     fn shared(&self, id: SharedId) -> Option<BorrowedFd<'_>>;
     /// What takes the place of standard descriptor `standard` here; none for /dev/null.
     fn outside(&self, standard: i32) -> Option<BorrowedFd<'_>>;
+    /// Socket pairs that processes of the ghost made, for [`super::unix::wanted_pairs`]. Asked
+    /// once.
+    fn socket_pairs(&self) -> SocketPairs {
+        SocketPairs::new()
+    }
 }
 
 /// Where files are made.
@@ -100,6 +106,22 @@ impl<'a> RestoreContext<'a> {
         let name = CString::new(file.as_raw_fd().to_string()).expect("digits");
         Ok(descriptor::open_at(self.own.as_fd(), &name, opening(flags))?)
     }
+
+    /// Watches what our descriptor `file` is open on; the watch's number. The thread must not
+    /// share its working directory with others (`CLONE_FS`).
+    pub(super) fn watch_own(
+        &self,
+        inotify: BorrowedFd<'_>,
+        file: BorrowedFd<'_>,
+        mask: u32,
+    ) -> ObjectResult<i32> {
+        let name = CString::new(file.as_raw_fd().to_string()).expect("digits");
+        let enter = |errno| KernelError::from_errno("enter directory", errno as i32);
+        nix::unistd::fchdir(&self.own).map_err(enter)?;
+        let watched = descriptor::add_watch(inotify, &name, mask);
+        nix::unistd::chdir("/").map_err(enter)?;
+        Ok(watched?)
+    }
 }
 
 fn c_path(path: &HostPath) -> ObjectResult<CString> {
@@ -161,12 +183,16 @@ pub fn restore_all(
     let mut made = BTreeMap::new();
     let mut pipes: BTreeMap<u64, Vec<pipe::End<'_>>> = BTreeMap::new();
     let mut watching = Vec::new();
+    let mut queues = mqueue::QueueRestore::default();
     for file in files {
         match &file.object {
             Object::Pipe(end) => {
                 pipes.entry(end.pipe).or_default().push((file.id, file.flags, end))
             }
             Object::Inotify(image) => watching.push((file, image)),
+            Object::MessageQueue(image) => {
+                made.insert(file.id, queues.restore(image, file.flags, context)?);
+            }
             Object::Unix(_) | Object::Udp(_) | Object::Tcp(_) | Object::Netlink(_) => {}
             object => {
                 made.insert(file.id, restore_one(object, file.flags, context)?);
@@ -177,9 +203,10 @@ pub fn restore_all(
         made.append(&mut pipe::restore(ends, context)?);
     }
     let host_pid = |pid| context.parts.host_pid(pid).map(|host| host.0);
-    socket::restore(files, context.age_ms, &mut made, &host_pid)?;
+    let pairs = context.parts.socket_pairs();
+    socket::restore(files, context.age_ms, pairs, &mut made, &host_pid)?;
     for (file, image) in watching {
-        made.insert(file.id, inotify::restore(image, file.flags)?);
+        made.insert(file.id, inotify::restore(image, file.flags, context)?);
     }
     if let Some(missing) = files.iter().find(|file| !made.contains_key(&file.id)) {
         return Err(ObjectError::Image(format!("file {} was not made", missing.id)));
@@ -202,9 +229,9 @@ fn restore_one(object: &Object, flags: u32, context: &RestoreContext<'_>) -> Obj
         Object::Memfd(image) => memfd::restore(image, flags, context),
         Object::Device(image) => device::restore(image, flags, context),
         Object::Outside(image) => outside::restore(image, flags, context),
-        Object::MessageQueue(image) => mqueue::restore(image, flags),
         Object::Proc(image) => proc_file::restore(image, flags, context),
         Object::Pipe(_)
+        | Object::MessageQueue(_)
         | Object::Inotify(_)
         | Object::Unix(_)
         | Object::Udp(_)

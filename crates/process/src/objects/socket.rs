@@ -15,10 +15,11 @@ use hotspare_kernel::sock_diag::{SockDiag, UnixEntry};
 use hotspare_kernel::socket;
 
 use super::error::{ObjectError, ObjectResult};
+use super::patience::Patience;
 use super::restore::set_flags;
 use super::socket_options::{OptionReader, SocketKind};
 use super::tcp::{self, TcpCache};
-use super::unix::{self, GuestView, HostPidOf, InFlight, Made, UnixRestore};
+use super::unix::{self, GuestView, HostPidOf, InFlight, Made, SocketPairs, UnixRestore};
 use super::{netlink, udp};
 
 /// Kinds of sockets that are remembered; with more, all are asked again.
@@ -32,6 +33,7 @@ pub struct SocketCapture {
     unix: Option<HashMap<u64, UnixEntry>>,
     /// What socket(2) was asked for, by inode number.
     kinds: HashMap<u64, SocketKind>,
+    not_accepted: Patience,
     exact: bool,
 }
 
@@ -53,13 +55,14 @@ impl SocketCapture {
         });
         let diag = opened??;
         let (tcp, options) = (TcpCache::default(), OptionReader::default());
-        let kinds = HashMap::new();
-        Ok(Self { tcp, options, diag, unix: None, kinds, exact: false })
+        let (kinds, not_accepted) = Default::default();
+        Ok(Self { tcp, options, diag, unix: None, kinds, not_accepted, exact: false })
     }
 
     /// To be called at each stop, before the first capture.
     pub fn begin_epoch(&mut self) {
         self.tcp.begin_epoch();
+        self.not_accepted.begin_attempt();
         self.options.begin_epoch(std::mem::take(&mut self.exact));
         self.unix = None;
         if self.kinds.len() > KINDS_MAX {
@@ -133,7 +136,8 @@ impl SocketCapture {
         }
         let Some(all) = &self.unix else { unreachable!("listed just now") };
         let options = &mut self.options;
-        Ok(Object::Unix(unix::capture(fd, inode, all, options, guest, in_flight)?))
+        let patience = &mut self.not_accepted;
+        Ok(Object::Unix(unix::capture(fd, inode, all, options, patience, guest, in_flight)?))
     }
 }
 
@@ -212,18 +216,20 @@ pub fn settle(files: &mut [OpenFile]) -> ObjectResult<()> {
 /// `made` holds all other open files, which may travel in queues, and gets the sockets. TCP
 /// connections stay silent until [`go_live`]; the service address need not be there yet, but the
 /// loopback interface must be up and every peer must have a route. `age_ms`: how old the
-/// checkpoint may be at most. Files of named AF_UNIX sockets are replaced: with a directory that
+/// checkpoint may be at most. `pairs`: those of [`unix::wanted_pairs`] that were made. Files of
+/// named AF_UNIX sockets are replaced: with a directory that
 /// both hosts share, this must not be done while the guest runs elsewhere.
 ///
 /// The thread must not share its working directory with others (`CLONE_FS`).
 pub fn restore(
     files: &[OpenFile],
     age_ms: u32,
+    pairs: SocketPairs,
     made: &mut Made,
     host_pid: HostPidOf<'_>,
 ) -> ObjectResult<()> {
     let kinds = Kinds::of(files);
-    let (mut unix_sockets, unix) = UnixRestore::make(kinds.unix.iter().copied())?;
+    let (mut unix_sockets, unix) = UnixRestore::make(kinds.unix.iter().copied(), pairs)?;
     made.append(&mut unix_sockets);
     // Listeners first: a connection in repair mode shares any port, a listener does not.
     let (listeners, others): (Vec<_>, Vec<_>) =

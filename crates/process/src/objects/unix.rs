@@ -8,8 +8,12 @@
 //! [`UnixRestore::finish`] fills queues, which needs every other open file to be there, because
 //! messages may carry them.
 //!
-//! `SO_PEERCRED` of a restored socket names this agent, not the guest's process: the kernel lets
-//! nobody else set it.
+//! `SO_PEERCRED` names whoever called socketpair(2), connect(2) or listen(2), and nothing else sets
+//! it. So pairs are made by the ghost's own processes, ahead ([`wanted_pairs`]). Calls to listeners
+//! are ours, made as the right user; the process they name is none.
+//!
+//! Bytes on a connection that waits in accept(2) cannot be read by anyone. A checkpoint waits until
+//! they are accepted, but not for ever: then the connection is reset at a failover.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,10 +24,13 @@ use std::path::{Path, PathBuf};
 use hotspare_image::objects::FileId;
 use hotspare_image::sockets::{QueuedMessage, SocketAddress, UnixSocket};
 use hotspare_image::tree::{GuestPid, HostPath};
+use hotspare_kernel::descriptor;
+use hotspare_kernel::identity::as_user;
 use hotspare_kernel::sock_diag::UnixEntry;
 use hotspare_kernel::socket::{self, Message, Outgoing};
 
 use super::error::{ObjectError, ObjectResult};
+use super::patience::Patience;
 use super::socket_options::{Moment, OptionReader, SocketKind, restore_options};
 
 /// Bytes of the family in front of a name.
@@ -59,10 +66,10 @@ pub fn capture(
     inode: u64,
     all: &HashMap<u64, UnixEntry>,
     options: &mut OptionReader,
+    patience: &mut Patience,
     guest: &dyn GuestView,
     in_flight: InFlight<'_>,
 ) -> ObjectResult<UnixSocket> {
-    let what = || format!("UNIX socket {inode}");
     let foreign;
     let entry = match all.get(&(inode & u64::from(u32::MAX))) {
         Some(entry) => entry,
@@ -76,10 +83,14 @@ pub fn capture(
     let listening = entry.state == STATE_LISTENING;
     let remote = remote(fd, entry, all)?;
     let queue = if listening { Vec::new() } else { queue(fd, entry, guest, in_flight)? };
-    if entry.state == STATE_CONNECTED && waits_in_accept(entry, all) && entry.send_queue > 0 {
+    let waits = entry.state == STATE_CONNECTED && waits_in_accept(entry, all);
+    let reset = waits && entry.send_queue > 0;
+    if reset && !patience.is_exhausted() {
         let reason = "bytes were sent on a connection that is not accepted yet";
-        return Err(ObjectError::transient(what(), reason));
+        return Err(ObjectError::transient(format!("UNIX socket {inode}"), reason));
     }
+    let maker = if waits { Some(descriptor::stat(fd)?.owner) } else { None };
+    let connected = !listening && is_connected(fd, entry);
     let kind = SocketKind { domain: libc::AF_UNIX, kind: entry.kind, protocol: 0 };
     Ok(UnixSocket {
         inode,
@@ -92,9 +103,20 @@ pub fn capture(
         queue,
         shutdown: entry.shutdown,
         options: options.capture(fd, inode, kind, !listening)?,
-        connected: !listening && is_connected(fd, entry),
+        connected,
         remote,
+        peer_credentials: if connected || listening { credentials(fd, guest)? } else { None },
+        maker,
+        reset,
     })
+}
+
+fn credentials(
+    fd: BorrowedFd<'_>,
+    guest: &dyn GuestView,
+) -> ObjectResult<Option<(GuestPid, u32, u32)>> {
+    let credentials = socket::peer_credentials(fd)?;
+    Ok(credentials.map(|(pid, uid, gid)| (guest.guest_pid(pid), uid, gid)))
 }
 
 /// Its name with the family in front, as bind(2) takes it.
@@ -133,8 +155,10 @@ fn is_connected(fd: BorrowedFd<'_>, entry: &UnixEntry) -> bool {
 /// accept(2) belongs to the network namespace of its client, so sock_diag(7) lists it as ours.
 pub fn settle(sockets: &mut [&mut UnixSocket]) -> ObjectResult<()> {
     let ours: HashSet<u64> = sockets.iter().map(|image| image.inode).collect();
+    let reset: HashSet<u64> =
+        sockets.iter().filter(|image| image.reset).map(|image| image.inode).collect();
     for image in sockets {
-        image.waiting.retain(|client| ours.contains(client));
+        image.waiting.retain(|client| ours.contains(client) && !reset.contains(client));
         let Some(peer) = image.peer.filter(|peer| !ours.contains(peer)) else { continue };
         if image.kind == libc::SOCK_DGRAM && image.remote.is_some() || image.address.is_some() {
             image.peer = None;
@@ -280,10 +304,38 @@ fn describe(
 /// Restored open files by name.
 pub type Made = BTreeMap<FileId, OwnedFd>;
 
+/// A socket pair that a process of the ghost is to make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct WantedPair {
+    /// The process, and its user and group at that time.
+    pub maker: (GuestPid, u32, u32),
+    /// `SOCK_*`.
+    pub kind: i32,
+    /// Inode number on the primary of the end that comes first.
+    pub inode: u64,
+}
+
+/// Pairs by [`WantedPair::inode`].
+pub type SocketPairs = BTreeMap<u64, (OwnedFd, OwnedFd)>;
+
+/// The pairs among `sockets` that remember who made them.
+pub fn wanted_pairs<'a>(sockets: impl Iterator<Item = &'a UnixSocket>) -> Vec<WantedPair> {
+    let paired = sockets.filter(|image| {
+        let first = image.peer.is_none_or(|peer| image.inode < peer);
+        image.connected && image.address.is_none() && image.remote.is_none() && first
+    });
+    let wanted = paired.filter_map(|image| {
+        let maker = image.peer_credentials.filter(|maker| maker.0 != GuestPid(0))?;
+        Some(WantedPair { maker, kind: image.kind, inode: image.inode })
+    });
+    wanted.collect()
+}
+
 /// Restores all AF_UNIX sockets of a checkpoint.
 pub struct UnixRestore<'a> {
     images: BTreeMap<u64, (FileId, &'a UnixSocket)>,
     made: BTreeMap<u64, OwnedFd>,
+    pairs: SocketPairs,
     /// Other ends of sockets whose peer had closed, until their queues are filled.
     closed_peers: BTreeMap<u64, OwnedFd>,
 }
@@ -300,10 +352,12 @@ impl<'a> UnixRestore<'a> {
     /// The thread must not share its working directory with others (`CLONE_FS`).
     pub fn make(
         sockets: impl IntoIterator<Item = (FileId, &'a UnixSocket)>,
+        pairs: SocketPairs,
     ) -> ObjectResult<(Made, UnixUnfinished)> {
         let images = sockets.into_iter().map(|(id, image)| (image.inode, (id, image)));
         let images: BTreeMap<_, _> = images.collect();
-        let mut restore = Self { images, made: BTreeMap::new(), closed_peers: BTreeMap::new() };
+        let (made, closed_peers) = Default::default();
+        let mut restore = Self { images, made, pairs, closed_peers };
         let all: Vec<&UnixSocket> = restore.images.values().map(|(_, image)| *image).collect();
         for image in all.iter().filter(|image| image.backlog.is_some()) {
             restore.listener(image)?;
@@ -314,14 +368,15 @@ impl<'a> UnixRestore<'a> {
         for image in all.iter().filter(|image| image.backlog.is_some()) {
             restore.waiting(image)?;
         }
-        let Self { images, made, closed_peers } = restore;
+        let Self { images, made, closed_peers, .. } = restore;
         let named = made.into_iter().filter_map(|(inode, fd)| Some((images.get(&inode)?.0, fd)));
         Ok((named.collect(), UnixUnfinished { closed_peers }))
     }
 
     fn listener(&mut self, image: &UnixSocket) -> ObjectResult<()> {
         let fd = bound(image)?;
-        socket::listen(fd.as_fd(), image.backlog.unwrap_or(0))?;
+        let backlog = image.backlog.unwrap_or(0);
+        as_peer(image.peer_credentials, || socket::listen(fd.as_fd(), backlog))??;
         self.made.insert(image.inode, fd);
         Ok(())
     }
@@ -354,16 +409,26 @@ impl<'a> UnixRestore<'a> {
         Ok(())
     }
 
+    /// Two connected sockets without names.
+    fn nameless(&mut self, image: &UnixSocket) -> ObjectResult<(OwnedFd, OwnedFd)> {
+        match self.pairs.remove(&image.inode) {
+            Some(pair) => Ok(pair),
+            None => {
+                Ok(as_peer(image.peer_credentials, || socket::pair(libc::AF_UNIX, image.kind))??)
+            }
+        }
+    }
+
     /// Two connected sockets: the first with the name of `image`, the second with its peer's.
     fn pair(
-        &self,
+        &mut self,
         image: &UnixSocket,
         peer: Option<&UnixSocket>,
     ) -> ObjectResult<(OwnedFd, OwnedFd)> {
         let name = |socket: Option<&UnixSocket>| socket.and_then(|socket| socket.address.clone());
         let (mine, theirs) = (name(Some(image)), name(peer));
         if mine.is_none() && theirs.is_none() {
-            return Ok(socket::pair(libc::AF_UNIX, image.kind)?);
+            return self.nameless(image);
         }
         // The end that was accepted has the name of its listener.
         let listens = |name: &Option<SocketAddress>| {
@@ -401,14 +466,20 @@ impl<'a> UnixRestore<'a> {
             _ => socket::create(libc::AF_UNIX, server.kind, 0)?,
         };
         if let Some(listener) = self.listener_named(Some(name)) {
-            at(name, self.listener_path(name), |address| socket::connect(caller.as_fd(), address))?;
+            let path = self.listener_path(name);
+            as_peer(server.peer_credentials, || {
+                at(name, path, |address| socket::connect(caller.as_fd(), address))
+            })??;
             return Ok((socket::accept(listener)?, caller));
         }
         let mut temporary = server.clone();
         temporary.options.clear();
         let listener = bound(&temporary)?;
-        socket::listen(listener.as_fd(), 1)?;
-        at(name, server.path.as_ref(), |address| socket::connect(caller.as_fd(), address))?;
+        let of_listener = client.and_then(|client| client.peer_credentials);
+        as_peer(of_listener, || socket::listen(listener.as_fd(), 1))??;
+        as_peer(server.peer_credentials, || {
+            at(name, server.path.as_ref(), |address| socket::connect(caller.as_fd(), address))
+        })??;
         Ok((socket::accept(listener.as_fd())?, caller))
     }
 
@@ -425,13 +496,13 @@ impl<'a> UnixRestore<'a> {
             mutual && image.address.is_none() && peer.address.is_none()
         });
         if let Some(peer) = paired {
-            let (ours, theirs) = socket::pair(libc::AF_UNIX, image.kind)?;
+            let (ours, theirs) = self.nameless(image)?;
             restore_options(ours.as_fd(), &image.options, Moment::Created)?;
             restore_options(theirs.as_fd(), &peer.options, Moment::Created)?;
             self.made.insert(peer.inode, theirs);
             self.made.insert(image.inode, ours);
         } else if image.connected && image.peer.is_none() && image.remote.is_none() {
-            let (ours, theirs) = socket::pair(libc::AF_UNIX, image.kind)?;
+            let (ours, theirs) = self.nameless(image)?;
             restore_options(ours.as_fd(), &image.options, Moment::Created)?;
             self.closed_peers.insert(image.inode, theirs);
             self.made.insert(image.inode, ours);
@@ -448,11 +519,21 @@ impl<'a> UnixRestore<'a> {
             let Some((_, client)) = self.images.get(inode) else { continue };
             let fd = bound(client)?;
             let path = listener.path.as_ref();
-            at(name, path, |address| socket::connect(fd.as_fd(), address))?;
+            let maker = client.maker.map(|(uid, gid)| (GuestPid(0), uid, gid));
+            as_peer(maker, || at(name, path, |address| socket::connect(fd.as_fd(), address)))??;
             self.made.insert(*inode, fd);
         }
         Ok(())
     }
+}
+
+/// Makes a call that leaves its mark as the user of `credentials`.
+fn as_peer<T>(
+    credentials: Option<(GuestPid, u32, u32)>,
+    call: impl FnOnce() -> T,
+) -> ObjectResult<T> {
+    let (_, uid, gid) = credentials.unwrap_or_default();
+    Ok(as_user(uid, gid, call)?)
 }
 
 /// A socket with its options and its name.
@@ -553,7 +634,12 @@ impl UnixUnfinished {
                 let path = peer.and_then(|(_, peer)| peer.path.as_ref());
                 let _ = at(remote, path, |address| socket::connect(fd, address));
             }
-            self.closed_peers.remove(&image.inode);
+            let peer = self.closed_peers.remove(&image.inode);
+            if image.reset && peer.is_some() {
+                // A byte that the other end closes on unread makes this end see a reset.
+                socket::send(fd, b"x", libc::MSG_DONTWAIT)?;
+            }
+            drop(peer);
             for (bit, how) in [(1, libc::SHUT_RD), (2, libc::SHUT_WR)] {
                 if image.shutdown & bit != 0 && image.backlog.is_none() {
                     // Already so where the peer is closed.

@@ -1,28 +1,25 @@
 //! A primary and a spare in one process: the guest on the one side, its ghost on the other.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use hotspare_image::Checkpoint;
-use hotspare_image::memory::SharedId;
-use hotspare_image::tree::{GuestPid, ProcessState};
-use hotspare_kernel::{HostPid, pidfd};
+use hotspare_image::tree::GuestPid;
+use hotspare_kernel::HostPid;
+use hotspare_process::capture::objects::ObjectCapture;
 use hotspare_process::capture::shared::SharedTable;
 use hotspare_process::capture::{Captured, CheckpointRules};
-use hotspare_process::ghost::{Ghost, GhostConfig, clock_offsets};
+use hotspare_process::ghost::{FileWorld, Ghost, GhostConfig, clock_offsets};
 use hotspare_process::guest::Guest;
 use hotspare_process::init::{FirstProgram, GuestNamespaces, Init, InitConfig, WritablePath};
 use hotspare_process::objects::capture::DescriptorCapture;
 use hotspare_process::objects::error::ObjectError;
-use hotspare_process::objects::ipc::{self, IpcCapture};
+use hotspare_process::objects::ipc::IpcCapture;
 use hotspare_process::objects::outside::OutsideDescriptor;
-use hotspare_process::objects::restore::{self, GhostParts, RestoreContext, Restored, restore_all};
 use hotspare_process::objects::rules::{FileRules, Standing};
 use hotspare_process::objects::socket::{self, SocketCapture};
-use hotspare_process::objects::table::GuestProcess;
 use hotspare_process::pages::PageRun;
 
 /// The guest where it runs, with what it prints.
@@ -32,9 +29,7 @@ pub struct Primary {
     pub output: BufReader<File>,
     // The input stays open without a byte.
     _input: File,
-    descriptors: DescriptorCapture,
-    sockets: SocketCapture,
-    ipc: IpcCapture,
+    objects: ObjectCapture,
 }
 
 fn pipe() -> (OwnedFd, OwnedFd) {
@@ -74,9 +69,11 @@ impl Primary {
             guest,
             output: BufReader::new(outer.output.into()),
             _input: outer.input.into(),
-            descriptors: DescriptorCapture::new(rules, outside(outer.inner)),
-            sockets: SocketCapture::open(net.as_fd()).expect("opens diagnostics"),
-            ipc: IpcCapture::open(ipc.into()).expect("opens lists"),
+            objects: ObjectCapture {
+                descriptors: DescriptorCapture::new(rules, outside(outer.inner)),
+                sockets: SocketCapture::open(net.as_fd()).expect("opens diagnostics"),
+                ipc: IpcCapture::open(ipc.into()).expect("opens lists"),
+            },
         }
     }
 
@@ -115,13 +112,11 @@ impl Primary {
         if self.guest.needs_preparation() {
             self.guest.prepare()?;
         }
-        let (descriptors, sockets) = (&mut self.descriptors, &mut self.sockets);
-        let ipc = &mut self.ipc;
-        let mut objects = |guest: &Guest, shared: &mut SharedTable, checkpoint: &mut Checkpoint| {
-            ipc.capture_into(shared, checkpoint)?;
-            take_descriptors(guest, shared, checkpoint, descriptors, sockets)
+        let objects = &mut self.objects;
+        let mut take = |guest: &Guest, shared: &mut SharedTable, checkpoint: &mut Checkpoint| {
+            objects.take(guest, shared, checkpoint)
         };
-        let mut rules = CheckpointRules { objects: &mut objects, copy_all: false };
+        let mut rules = CheckpointRules { objects: &mut take, copy_all: false };
         let mut captured = self.guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(()))?;
         if let Some(captured) = &mut captured {
             self.guest.refresh_flags(&mut captured.checkpoint);
@@ -137,7 +132,7 @@ impl Primary {
             self.guest.pump(&[], Duration::from_millis(5)).expect("pumps");
         }
         // Holds the writing end too.
-        drop(self.descriptors);
+        drop(self.objects);
         let mut rest = String::new();
         self.output.read_to_string(&mut rest).expect("reads");
         rest
@@ -149,41 +144,6 @@ fn outside(standard: [OwnedFd; 3]) -> Vec<OutsideDescriptor> {
         .zip(standard)
         .map(|(number, file)| OutsideDescriptor::new(number, file).expect("looks at descriptor"))
         .collect()
-}
-
-fn take_descriptors(
-    guest: &Guest,
-    shared: &mut SharedTable,
-    checkpoint: &mut Checkpoint,
-    descriptors: &mut DescriptorCapture,
-    sockets: &mut SocketCapture,
-) -> Result<(), ObjectError> {
-    let mut alive = Vec::new();
-    for process in &checkpoint.processes {
-        if let ProcessState::Alive(_) = process.state {
-            let host = guest.host_pid(process.pid).expect("is alive");
-            alive.push((host, process.pid, pidfd::open(host)?));
-        }
-    }
-    let processes: Vec<_> = alive
-        .iter()
-        .map(|(host, pid, pidfd)| GuestProcess { host: *host, pid: *pid, pidfd: pidfd.as_fd() })
-        .collect();
-    let mut name = |_device: (u32, u32), inode: u64| SharedTable::name_of(inode);
-    let captured = descriptors.capture(&processes, sockets, &mut name)?;
-    for memfd in &captured.memfds {
-        let (host, fd) = memfd.place;
-        shared.note_descriptor(host, fd, memfd.object, memfd.kind.clone())?;
-    }
-    checkpoint.files = captured.files;
-    let mut tables: BTreeMap<GuestPid, _> =
-        processes.iter().map(|process| process.pid).zip(captured.tables).collect();
-    for process in &mut checkpoint.processes {
-        if let ProcessState::Alive(live) = &mut process.state {
-            live.descriptors = tables.remove(&process.pid).unwrap_or_default();
-        }
-    }
-    Ok(())
 }
 
 /// Lets the guest run until it prints `line`; what comes before is skipped.
@@ -231,24 +191,6 @@ pub struct Spare {
     rules: FileRules,
 }
 
-struct Parts<'a> {
-    hosts: BTreeMap<GuestPid, HostPid>,
-    shared: BTreeMap<SharedId, BorrowedFd<'a>>,
-    standard: [BorrowedFd<'a>; 3],
-}
-
-impl GhostParts for Parts<'_> {
-    fn host_pid(&self, pid: GuestPid) -> Option<HostPid> {
-        self.hosts.get(&pid).copied()
-    }
-    fn shared(&self, id: SharedId) -> Option<BorrowedFd<'_>> {
-        self.shared.get(&id).copied()
-    }
-    fn outside(&self, standard: i32) -> Option<BorrowedFd<'_>> {
-        self.standard.get(standard as usize).copied()
-    }
-}
-
 /// Both ends of what leads out of the guest.
 struct Outer {
     input: OwnedFd,
@@ -292,9 +234,12 @@ impl Spare {
     pub fn take_over(mut self) -> Primary {
         let image = self.ghost.image().expect("has a checkpoint").clone();
         let outer = Outer::new();
-        let namespaces = self.ghost.namespaces();
-        ipc::restore_in(&image.ipc, namespaces.ipc.as_fd()).expect("restores queues");
-        let restored = self.restore(&image, &outer);
+        let world = FileWorld {
+            rules: &self.rules,
+            standard: outer.inner.each_ref().map(|file| file.as_fd()),
+            age_ms: 100,
+        };
+        let restored = self.ghost.restore_files(&world).expect("restores files");
         let finalised = self.ghost.finalise(&restored.files, &restored.steps).expect("finalises");
         let live = || socket::go_live(&image.files, &restored.files);
         let live = self.ghost.namespaces().run(live).expect("enters the namespaces");
@@ -310,29 +255,5 @@ impl Spare {
             println!("{} threads: {:?}", hosts.len(), released.parts);
         }
         Primary::new(released.init, guest, outer, self.rules)
-    }
-
-    fn restore(&self, image: &Checkpoint, outer: &Outer) -> Restored {
-        let parts = Parts {
-            hosts: self.ghost.host_pids(),
-            shared: self.ghost.all_shared_memory(),
-            standard: outer.inner.each_ref().map(|file| file.as_fd()),
-        };
-        let own = restore::own_descriptors().expect("opens own descriptors");
-        let tables: Vec<_> = image
-            .processes
-            .iter()
-            .filter_map(|process| match &process.state {
-                ProcessState::Alive(live) => Some((process.pid, &live.descriptors[..])),
-                ProcessState::Zombie { .. } => None,
-            })
-            .collect();
-        let rules = &self.rules;
-        let restore = || {
-            let context = RestoreContext::new(&parts, rules, image.clocks, 100, own);
-            restore_all(&image.files, &tables, &context)
-        };
-        let inside = self.ghost.namespaces().run(restore);
-        inside.expect("enters the namespaces").expect("restores")
     }
 }
