@@ -1,6 +1,6 @@
 // Feature: identity and attributes of files
 // Proves: inode numbers, modes, link counts, times, hard links, symbolic links and sizes that the
-// program remembers stay true, by descriptor and by path.
+// program remembers stay true, by descriptor and by path. Not the device: its number is the host's.
 #include "guest.h"
 
 #define FILES 5
@@ -12,7 +12,6 @@ struct known {
 
 static void same(const struct stat *got, const struct stat *want, const char *name) {
     CHECK(got->st_ino == want->st_ino, "%s: inode", name);
-    CHECK(got->st_dev == want->st_dev, "%s: device", name);
     CHECK(got->st_mode == want->st_mode, "%s: mode", name);
     CHECK(got->st_nlink == want->st_nlink, "%s: links", name);
     CHECK(got->st_size == want->st_size, "%s: size", name);

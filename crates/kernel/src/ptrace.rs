@@ -254,6 +254,17 @@ pub fn queued_signals(tid: HostPid, shared: bool) -> Result<Vec<[u8; 128]>> {
     }
 }
 
+/// Whether a signal tells of an instruction that the thread stands before and that will fault
+/// again, so that nothing is lost without it.
+///
+/// The kernel delivers such a signal before others once it is in a thread's queue, blocked or not
+/// (`dequeue_synchronous_signal` looks at the mask for the queue as a whole).
+pub fn is_fault(info: &[u8; 128]) -> bool {
+    let word = |at: usize| i32::from_ne_bytes(std::array::from_fn(|index| info[at + index]));
+    let (signal, code) = (word(0), word(8));
+    matches!(signal, libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE) && code > 0
+}
+
 /// rseq(2) registration of a stopped tracee: address, size, signature, flags; address 0 for none.
 pub fn rseq(tid: HostPid) -> Result<[u64; 4]> {
     #[repr(C)]

@@ -206,12 +206,20 @@ pub fn single(detour: &Detour, instruction: u64, call: &mut Call) -> Result<()> 
 
 /// Waits until `tid` stops as wanted, letting go on what may come in between.
 fn await_stop(tid: HostPid, wanted: Stop, resume: fn(HostPid, i32) -> Result<()>) -> Result<()> {
+    let mut faulted = false;
     loop {
         match ptrace::wait(Whose::One(tid), true)? {
             Waited::Stopped(_, stop) if stop == wanted => return Ok(()),
             // An interrupt that was asked for earlier, or a stop signal, which cannot be blocked:
             // the thread is about to be resumed by its owner, who will see the signal again.
             Waited::Stopped(_, Stop::Interrupted | Stop::Group(_)) => resume(tid, 0)?,
+            // The thread's own, from before; a fault of the stub would come a second time.
+            Waited::Stopped(_, Stop::Signal(_))
+                if !faulted && ptrace::is_fault(&ptrace::signal_info(tid)?) =>
+            {
+                faulted = true;
+                resume(tid, 0)?;
+            }
             Waited::Stopped(_, Stop::Signal(signal)) if signal != libc::SIGTRAP => {
                 return Err(KernelError::Unexpected(format!(
                     "signal {signal} while thread {tid} ran our calls"

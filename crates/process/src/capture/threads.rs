@@ -167,13 +167,13 @@ fn seccomp(tid: HostPid, status: &Status) -> ObjectResult<Seccomp> {
 fn pending(thread: &Thread, status: &Status) -> ObjectResult<Vec<QueuedSignal>> {
     let mut all = Vec::new();
     if let Some(Held::Signal { info, .. }) = &thread.held {
-        all.push(QueuedSignal { siginfo: info.to_vec() });
+        all.push(*info);
     }
     if status.pending[0] != 0 {
-        let queued = ptrace::queued_signals(thread.tid, false)?;
-        all.extend(queued.into_iter().map(|info| QueuedSignal { siginfo: info.to_vec() }));
+        all.extend(ptrace::queued_signals(thread.tid, false)?);
     }
-    Ok(all)
+    all.retain(|info| !ptrace::is_fault(info));
+    Ok(all.into_iter().map(|info| QueuedSignal { siginfo: info.to_vec() }).collect())
 }
 
 /// The kernel forgets which call it is that `restart_syscall` goes on with, so it is noted at the
