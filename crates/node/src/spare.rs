@@ -182,6 +182,8 @@ pub struct Spare {
     pub ghost: Option<Held>,
     pub heard: Option<Instant>,
     over: Option<String>,
+    /// The guest has ended; what becomes of its primary concerns nobody.
+    is_over: bool,
 }
 
 /// The ghost is to be let go.
@@ -208,7 +210,7 @@ impl Spare {
     /// A spare that follows nobody yet.
     pub fn new(agent: Agent, inbox: Inbox<Message>, hook: Hook) -> Self {
         let (following, ghost, heard, over) = (None, None, None, None);
-        Self { agent, inbox, hook, following, ghost, heard, over }
+        Self { agent, inbox, hook, following, ghost, heard, over, is_over: false }
     }
 
     /// Follows until the guest is over, or takes over and goes on as the primary.
@@ -226,6 +228,7 @@ impl Spare {
                 self.agent.reporter.note(&format!("the primary is done: {text}"));
                 self.ghost = None;
                 self.following = None;
+                self.is_over = true;
             }
         }
     }
@@ -273,6 +276,7 @@ impl Spare {
         face.term = joined.term;
         face.back_off.joined(Instant::now());
         drop(face);
+        self.is_over = false;
         if let Some(before) = self.following.replace(joined) {
             before.hangup.hang_up();
         }
@@ -306,6 +310,11 @@ impl Spare {
         let note = |text: String| self.agent.reporter.note(&text);
         match action {
             Action::StartTakeover { term } => return Some(term),
+            Action::Suspect { .. }
+            | Action::Trust(_)
+            | Action::CannotTakeOver(_)
+            | Action::Join { .. }
+                if self.is_over => {}
             Action::Suspect { cause, .. } => note(format!("the primary may be dead: {cause:?}")),
             Action::Trust(_) => note("the primary lives".to_owned()),
             Action::CannotTakeOver(why) => {
