@@ -1,17 +1,19 @@
 //! Measurements, as tables. Nothing is asserted about them.
 
 use std::path::PathBuf;
+use std::process::Command;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
-use hotspare_torture::bench::{PauseBench, PauseResult, Spread, failover, pause};
+use hotspare_torture::bench::{Measured, PauseBench, PauseResult, Spread, failover, pause};
+use hotspare_torture::protected::Failover;
 
 use crate::tree;
 
 /// The parts of a pause, in the order of their happening.
-const PARTS: [&str; 6] =
-    ["stop_us", "scan_us", "copy_us", "registers_us", "objects_us", "resume_us"];
+const PARTS: [&str; 7] =
+    ["stop_us", "registers_us", "scan_us", "objects_us", "copy_us", "files_us", "resume_us"];
 
 #[derive(Debug, Subcommand)]
 pub enum Bench {
@@ -26,47 +28,24 @@ pub struct PauseArguments {
     /// Numbers of keys
     #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000,1000000,10000000")]
     keys: Vec<u64>,
+    /// Shares of writes
+    #[arg(long, value_delimiter = ',', default_value = "0.1,0.5")]
+    writes: Vec<f64>,
     /// Milliseconds between two checkpoints
     #[arg(long, default_value_t = 100)]
     epoch_ms: u64,
-    /// Seconds measured for each line
+    /// Seconds measured for each load
     #[arg(long, default_value_t = 10)]
     seconds: u64,
-    /// Requests a second of the steady load; throughput is measured apart from it
-    #[arg(long, default_value_t = 20_000.0)]
+    /// Requests a second of the steady load
+    #[arg(long, default_value_t = 5000.0)]
     rate: f64,
     /// Leaves out the mode that stops and copies everything
     #[arg(long)]
     no_stop_and_copy: bool,
-}
-
-/// Runs a measurement and prints its table.
-pub fn bench(bench: &Bench) -> Result<()> {
-    match bench {
-        Bench::Pause(arguments) => pauses(arguments),
-        Bench::Failover(arguments) => failovers(arguments),
-    }
-}
-
-fn pauses(arguments: &PauseArguments) -> Result<()> {
-    let hotspare = tree::build_hotspare()?;
-    println!(
-        "Redis, values of 72 bytes, a checkpoint every {} ms. Pauses in µs: p50 / p99 / max; parts \
-         are medians.\nThroughput: closed loop on 8 connections, unprotected and protected.\n",
-        arguments.epoch_ms
-    );
-    println!("RSS: most resident memory of `hotspare run` / `spare`, guest and ghost aside.\n");
-    println!("{}", header());
-    for keys in &arguments.keys {
-        for writes in [0.1, 0.5] {
-            line("hotspare", *keys, writes, &hotspare, vec![], arguments)?;
-            if !arguments.no_stop_and_copy {
-                let more = vec!["--stop-and-copy".to_owned()];
-                line("stop-and-copy", *keys, writes, &hotspare, more, arguments)?;
-            }
-        }
-    }
-    Ok(())
+    /// Puts the tables into docs/benchmarks.md
+    #[arg(long)]
+    write: bool,
 }
 
 #[derive(Debug, Args)]
@@ -83,79 +62,231 @@ pub struct FailoverArguments {
     /// Requests a second, a tenth of them writes
     #[arg(long, default_value_t = 5000.0)]
     rate: f64,
+    /// Puts the table into docs/benchmarks.md
+    #[arg(long)]
+    write: bool,
+}
+
+/// Runs a measurement and prints its tables.
+pub fn bench(bench: &Bench) -> Result<()> {
+    match bench {
+        Bench::Pause(arguments) => pauses(arguments),
+        Bench::Failover(arguments) => failovers(arguments),
+    }
+}
+
+fn pauses(arguments: &PauseArguments) -> Result<()> {
+    let hotspare = tree::build_hotspare()?;
+    let mut overview = Table::new(&[
+        "mode",
+        "keys",
+        "writes",
+        "Redis MB",
+        "pause µs p50 / p99 / max",
+        "bytes/epoch",
+        "saturated: pause µs",
+        "plain/s",
+        "protected/s",
+        "loss",
+        "RSS MB run / spare",
+    ]);
+    let mut parts = Table::new(&[
+        "mode",
+        "keys",
+        "writes",
+        "stop",
+        "registers",
+        "scan",
+        "objects",
+        "copy",
+        "files",
+        "resume",
+    ]);
+    for &keys in &arguments.keys {
+        for &writes in &arguments.writes {
+            let plain = run(None, &[], keys, writes, arguments)?.saturated.replies_per_s;
+            let modes: &[&str] =
+                if arguments.no_stop_and_copy { &[""] } else { &["", "--stop-and-copy"] };
+            for mode in modes {
+                let more: Vec<String> = Some(*mode)
+                    .filter(|mode| !mode.is_empty())
+                    .map(str::to_owned)
+                    .into_iter()
+                    .collect();
+                let result = run(Some(hotspare.clone()), &more, keys, writes, arguments)?;
+                let name = if more.is_empty() { "pre-copy" } else { "stop-and-copy" };
+                let head = [name.to_owned(), keys.to_string(), format!("{:.0} %", writes * 100.0)];
+                overview.row(head.iter().cloned().chain(overview_of(&result, plain)));
+                let each = PARTS.iter().map(|part| three(&result.steady, part));
+                parts.row(head.iter().cloned().chain(each));
+            }
+        }
+    }
+    let about = format!(
+        "Redis, values of 72 bytes, a checkpoint every {} ms, {} s each. Steady load: {} requests \
+         a second on 8 connections; pauses, parts and bytes are of it. Saturated: 8 connections, \
+         each as fast as replies come. RSS: most of the run so far, filling and the first \
+         copy included.",
+        arguments.epoch_ms, arguments.seconds, arguments.rate
+    );
+    let text = format!(
+        "{}\n{about}\n\n{}\nParts of the pause under the steady load, µs, p50 / p99 / max:\n\n{}",
+        provenance()?,
+        overview.text,
+        parts.text
+    );
+    finish("pause", &text, arguments.write)
+}
+
+fn run(
+    hotspare: Option<PathBuf>,
+    more: &[String],
+    keys: u64,
+    writes: f64,
+    arguments: &PauseArguments,
+) -> Result<PauseResult> {
+    Ok(pause(&PauseBench {
+        hotspare,
+        more: more.to_vec(),
+        keys,
+        writes,
+        rate_per_s: arguments.rate,
+        epoch: Duration::from_millis(arguments.epoch_ms),
+        length: Duration::from_secs(arguments.seconds),
+    })?)
+}
+
+fn overview_of(result: &PauseResult, plain: f64) -> [String; 8] {
+    let protected = result.saturated.replies_per_s;
+    let bytes = result.steady.epochs.get("bytes").copied().unwrap_or_default();
+    [
+        format!("{:.0}", result.guest_mb),
+        three(&result.steady, "pause_us"),
+        format!("{:.0}", bytes.p50),
+        three(&result.saturated, "pause_us"),
+        format!("{plain:.0}"),
+        format!("{protected:.0}"),
+        format!("{:.1} %", (1.0 - protected / plain) * 100.0),
+        format!("{:.0} / {:.0}", result.primary_rss_mb, result.spare_rss_mb),
+    ]
+}
+
+fn three(measured: &Measured, name: &str) -> String {
+    let Spread { p50, p99, max, .. } = measured.epochs.get(name).copied().unwrap_or_default();
+    format!("{p50:.0} / {p99:.0} / {max:.0}")
 }
 
 fn failovers(arguments: &FailoverArguments) -> Result<()> {
     let hotspare = tree::build_hotspare()?;
-    println!("Takeovers of Redis, values of 72 bytes; ms: p50 / p99 / max\n");
-    println!("{:>9} {:>6} {:>24} {:>24} {:>24}", "keys", "kills", "detect", "finalise", "address");
-    for keys in &arguments.keys {
+    let mut table = Table::new(&["keys", "kills", "detect", "apply", "finalise", "address"]);
+    for &keys in &arguments.keys {
         let bench = PauseBench {
             hotspare: Some(hotspare.clone()),
             more: vec![],
-            keys: *keys,
+            keys,
             writes: 0.1,
-            rate_per_s: Some(arguments.rate),
+            rate_per_s: arguments.rate,
             epoch: Duration::from_millis(arguments.epoch_ms),
             length: Duration::from_secs(1),
         };
         let kills = (0..arguments.count).map(|_| Ok(failover(&bench)?));
         let kills = kills.collect::<Result<Vec<_>>>()?;
-        let spread = |values: Vec<f64>| {
-            let Spread { p50, p99, max, .. } = Spread::of(values);
+        let spread = |part: fn(&Failover) -> f64| {
+            let Spread { p50, p99, max, .. } = Spread::of(kills.iter().map(part).collect());
             format!("{p50:.1} / {p99:.1} / {max:.1}")
         };
-        let detect = spread(kills.iter().map(|kill| kill.detect_ms).collect());
-        let finalise = spread(kills.iter().map(|kill| kill.finalise_ms).collect());
-        let address = spread(kills.iter().map(|kill| kill.address_ms).collect());
-        println!("{keys:>9} {:>6} {detect:>24} {finalise:>24} {address:>24}", kills.len());
+        table.row([
+            keys.to_string(),
+            kills.len().to_string(),
+            spread(|kill| kill.detect_ms),
+            spread(|kill| kill.apply_ms),
+            spread(|kill| kill.finalise_ms),
+            spread(|kill| kill.address_ms),
+        ]);
     }
-    Ok(())
-}
-
-fn header() -> String {
-    let parts: String =
-        PARTS.iter().map(|part| format!(" {:>9}", part.trim_end_matches("_us"))).collect();
-    format!(
-        "{:<14} {:>9} {:>6} {:>24}{parts} {:>11} {:>9} {:>9} {:>6} {:>11}",
-        "mode", "keys", "writes", "pause", "bytes/epoch", "plain/s", "under/s", "loss", "RSS MB"
-    )
-}
-
-fn line(
-    name: &str,
-    keys: u64,
-    writes: f64,
-    hotspare: &std::path::Path,
-    more: Vec<String>,
-    arguments: &PauseArguments,
-) -> Result<()> {
-    let run = |hotspare: Option<PathBuf>, rate_per_s: Option<f64>| -> Result<PauseResult> {
-        let bench = PauseBench {
-            hotspare,
-            more: more.clone(),
-            keys,
-            writes,
-            rate_per_s,
-            epoch: Duration::from_millis(arguments.epoch_ms),
-            length: Duration::from_secs(arguments.seconds),
-        };
-        Ok(pause(&bench)?)
-    };
-    let steady = run(Some(hotspare.to_owned()), Some(arguments.rate))?;
-    let unprotected = run(None, None)?.replies_per_s;
-    let protected = run(Some(hotspare.to_owned()), None)?.replies_per_s;
-    let spread = |name: &str| steady.epochs.get(name).copied().unwrap_or_default();
-    let Spread { p50, p99, max, .. } = spread("pause_us");
-    let parts: String = PARTS.iter().map(|part| format!(" {:>9.0}", spread(part).p50)).collect();
-    println!(
-        "{name:<14} {keys:>9} {:>5.0}% {:>24}{parts} {:>11.0} {unprotected:>9.0} {protected:>9.0} \
-         {:>5.1}% {:>11}",
-        writes * 100.0,
-        format!("{p50:.0} / {p99:.0} / {max:.0}"),
-        spread("bytes").p50,
-        (1.0 - protected / unprotected) * 100.0,
-        format!("{:.0} / {:.0}", steady.primary_rss_mb, steady.spare_rss_mb)
+    let about = format!(
+        "Redis, values of 72 bytes, under {} requests a second, a tenth of them writes; the \
+         primary's host is killed. ms, p50 / p99 / max.",
+        arguments.rate
     );
-    Ok(())
+    let text = format!("{}\n{about}\n\n{}", provenance()?, table.text);
+    finish("failover", &text, arguments.write)
+}
+
+/// A table in Markdown that is also shown row by row while it grows.
+struct Table {
+    text: String,
+}
+
+impl Table {
+    fn new(names: &[&str]) -> Self {
+        let mut table = Self { text: String::new() };
+        table.row(names.iter().map(ToString::to_string));
+        table.row(names.iter().map(|_| "---".to_owned()));
+        table
+    }
+
+    fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+        let cells: Vec<String> = cells.into_iter().collect();
+        let row = format!("| {} |", cells.join(" | "));
+        println!("{row}");
+        self.text.push_str(&row);
+        self.text.push('\n');
+    }
+}
+
+/// When, where and of what.
+fn provenance() -> Result<String> {
+    let said = |program: &str, arguments: &[&str]| -> Result<String> {
+        let output = Command::new(program).args(arguments).output();
+        let output = output.with_context(|| format!("run {program}"))?;
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let processors = std::fs::read_to_string("/proc/cpuinfo").context("read processors")?;
+    let models = processors.lines().filter(|line| line.starts_with("model name"));
+    let model = models.clone().next().and_then(|line| line.split_once(": "));
+    let memory = std::fs::read_to_string("/proc/meminfo").context("read memory")?;
+    let kib = memory.split_ascii_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok());
+    Ok(format!(
+        "{}, commit {}, {} × {}, {} GiB, Linux {}, all hosts on one machine.\n`cargo xtask {}`\n",
+        said("date", &["-u", "+%F %H:%M UTC"])?,
+        said("git", &["describe", "--always", "--dirty"])?,
+        models.count(),
+        model.map_or("unknown processor", |(_, name)| name),
+        kib.unwrap_or_default().div_ceil(1 << 20),
+        said("uname", &["-r"])?,
+        std::env::args().skip(1).collect::<Vec<_>>().join(" ")
+    ))
+}
+
+/// Puts `text` between the marks of `name` in docs/benchmarks.md, if wanted.
+fn finish(name: &str, text: &str, write: bool) -> Result<()> {
+    if !write {
+        return Ok(());
+    }
+    let path = tree::root().join("docs/benchmarks.md");
+    let page = std::fs::read_to_string(&path).context("read docs/benchmarks.md")?;
+    let page = between(&page, name, text).with_context(|| format!("no marks of {name}"))?;
+    std::fs::write(path, page).context("write docs/benchmarks.md")
+}
+
+fn between(page: &str, name: &str, text: &str) -> Option<String> {
+    let (first, last) = (format!("<!-- bench {name} -->"), format!("<!-- end {name} -->"));
+    let (before, rest) = page.split_once(&first)?;
+    let (_, after) = rest.split_once(&last)?;
+    Some(format!("{before}{first}\n\n{text}\n{last}{after}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_takes_the_place_of_the_one_before() {
+        let page = "a\n<!-- bench x -->\nold\n<!-- end x -->\nb";
+        let new = between(page, "x", "new\n").unwrap();
+        assert_eq!(new, "a\n<!-- bench x -->\n\nnew\n\n<!-- end x -->\nb");
+        assert_eq!(between(&new, "x", "new\n").unwrap(), new);
+        assert_eq!(between(page, "y", "new"), None);
+    }
 }

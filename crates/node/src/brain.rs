@@ -4,7 +4,7 @@
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use hotspare_cluster::{Action, Event, Node, granted_by_nobody};
+use hotspare_cluster::{Action, Event, Node, Role, granted_by_nobody};
 use hotspare_replica::Heart;
 
 use crate::agent::Message;
@@ -27,9 +27,31 @@ impl Brain {
     }
 }
 
+/// A wait that takes this much longer than asked for: this host or program stood still.
+const STOOD_STILL_NS: u64 = 45_000_000;
+
 /// Nanoseconds since the program began, on a clock that never goes back.
-fn now(began: Instant) -> u64 {
-    began.elapsed().as_nanos() as u64
+///
+/// For a spare it stands still when the program does (a stopped process, a paused virtual machine):
+/// what nobody listened for is not the primary's silence. A spare that took it for that would take
+/// a guest over that lives, from a checkpoint of long ago. For a primary all time counts.
+struct Clock {
+    began: Instant,
+    stood_still: u64,
+}
+
+impl Clock {
+    fn now(&self) -> u64 {
+        (self.began.elapsed().as_nanos() as u64).saturating_sub(self.stood_still)
+    }
+
+    /// A wait of `asked` has taken `took`.
+    fn waited(&mut self, asked: u64, took: u64, role: Role) {
+        let late = took.saturating_sub(asked);
+        if role == Role::Spare && late > STOOD_STILL_NS {
+            self.stood_still += late;
+        }
+    }
 }
 
 /// Thinks until everybody who could tell it something is gone.
@@ -39,22 +61,25 @@ pub fn run(
     heart: &Heart,
     agent: &Mailbox<Message>,
 ) {
-    let began = Instant::now();
-    let (mut node, first) = make(now(began));
+    let mut clock = Clock { began: Instant::now(), stood_still: 0 };
+    let (mut node, first) = make(clock.now());
     let mut answers = act(first, heart, agent);
     loop {
         let event = match answers.pop() {
             Some(event) => event,
             None => {
-                let wait = node.next_tick().saturating_sub(now(began)).min(1_000_000_000);
-                match events.recv_timeout(Duration::from_nanos(wait)) {
+                let asked_at = clock.now();
+                let wait = node.next_tick().saturating_sub(asked_at).min(1_000_000_000);
+                let received = events.recv_timeout(Duration::from_nanos(wait));
+                clock.waited(wait, clock.now() - asked_at, node.status().role);
+                match received {
                     Ok(event) => event,
                     Err(RecvTimeoutError::Timeout) => Event::Tick,
                     Err(RecvTimeoutError::Disconnected) => return,
                 }
             }
         };
-        let actions = node.step(now(began), event);
+        let actions = node.step(clock.now(), event);
         answers.extend(act(actions, heart, agent));
     }
 }
@@ -73,4 +98,21 @@ fn act(actions: Vec<Action>, heart: &Heart, agent: &Mailbox<Message>) -> Vec<Eve
         }
     }
     answers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_clock_of_a_spare_that_stood_still_stands_still() {
+        let began = Instant::now() - Duration::from_secs(100);
+        let mut clock = Clock { began, stood_still: 0 };
+        let before = clock.now();
+        clock.waited(30_000_000, 31_000_000, Role::Spare);
+        clock.waited(30_000_000, 9_000_000_000, Role::Primary);
+        assert!(clock.now() >= before);
+        clock.waited(30_000_000, 9_000_000_000, Role::Spare);
+        assert!(clock.now() < before - 8_000_000_000);
+    }
 }

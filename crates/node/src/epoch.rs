@@ -28,7 +28,8 @@ const REST_PAGES: u64 = 512;
 /// More than that and the guest is let go again to pre-copy. Doubled each time, so that a guest
 /// that writes faster than we copy gets its checkpoint all the same.
 const REST_PAGES_MAX: u64 = 2048;
-const ROUNDS: u32 = 6;
+/// Each round makes the guest fault once more for each page that it writes again.
+const ROUNDS: u32 = 3;
 /// Room that a spare's queue must have before more is copied; more than the largest piece.
 const ROOM_BYTES: usize = 4 << 20;
 /// Checkpoints on their way to a spare that it has not acknowledged: it keeps them in memory.

@@ -28,7 +28,6 @@ use crate::settings::Settings;
 use crate::{facts, takeover};
 
 const PATIENCE: Duration = Duration::from_millis(500);
-const FILL_BYTES: usize = 4 << 20;
 /// Checkpoints that are applied or wait for it; the primary takes fewer rather than more.
 const STAGED_MAX: usize = 2;
 
@@ -384,36 +383,27 @@ impl Spare {
         if staged.is_full() {
             held.ghost.begin_full(&checkpoint)?;
         }
-        let mut runs = Vec::new();
-        let mut bytes = 0;
-        let full = staged.is_full();
-        let ghost = &mut held.ghost;
-        staged.for_each_run::<anyhow::Error>(|owner, start, content| {
-            bytes += take_run(owner, start, content, &mut runs);
-            if full && bytes > FILL_BYTES {
-                ghost.fill(&mut runs.drain(..))?;
-                bytes = 0;
+        // One after another: an epoch may be larger than what this host can spare.
+        let mut failed = None;
+        let mut runs = std::iter::from_fn(|| match staged.next_run() {
+            Ok(run) => run.map(page_run),
+            Err(error) => {
+                failed = Some(error);
+                None
             }
-            Ok(())
-        })?;
-        held.ghost.apply(checkpoint, &mut runs.into_iter())?;
-        Ok(())
+        });
+        held.ghost.apply(checkpoint, &mut runs)?;
+        failed.map_or(Ok(()), |error| Err(error).context("read what was staged"))
     }
 }
 
-fn take_run(
-    owner: PageOwner,
-    start: u64,
-    content: hotspare_replica::Content<'_>,
-    runs: &mut Vec<PageRun>,
-) -> usize {
-    let (content, bytes) = match content {
-        hotspare_replica::Content::Zero(pages) => (Content::Zero(pages.into()), 0),
-        hotspare_replica::Content::Discard(pages) => (Content::Discard(pages.into()), 0),
-        hotspare_replica::Content::Bytes(bytes) => (Content::Bytes(bytes.to_vec()), bytes.len()),
+fn page_run((owner, start, content): (PageOwner, u64, hotspare_replica::Content<'_>)) -> PageRun {
+    let content = match content {
+        hotspare_replica::Content::Zero(pages) => Content::Zero(pages.into()),
+        hotspare_replica::Content::Discard(pages) => Content::Discard(pages.into()),
+        hotspare_replica::Content::Bytes(bytes) => Content::Bytes(bytes.to_vec()),
     };
-    runs.push(PageRun { owner, start, content });
-    bytes
+    PageRun { owner, start, content }
 }
 
 impl Held {

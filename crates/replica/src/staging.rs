@@ -181,6 +181,9 @@ impl Staging {
         Ok(StagedCheckpoint {
             begin: self.begin,
             runs: self.runs,
+            next: 0,
+            given: 0,
+            buffer: Vec::new(),
             page_bytes: self.pages.length,
             pages: self.pages.into_reader().map_err(FrameError::Staging)?,
             state: self.state,
@@ -223,6 +226,10 @@ fn put_pages(
 pub struct StagedCheckpoint {
     begin: CheckpointBegin,
     runs: Vec<StagedRun>,
+    /// The run to be handed out next, and how many of its bytes have been.
+    next: usize,
+    given: u64,
+    buffer: Vec<u8>,
     page_bytes: u64,
     pages: PileReader,
     state: Vec<u8>,
@@ -280,28 +287,33 @@ impl StagedCheckpoint {
         &mut self,
         mut write: impl FnMut(PageOwner, u64, Content<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
-        const PIECE: u64 = 1 << 20;
-        let mut buffer = Vec::new();
-        for run in std::mem::take(&mut self.runs) {
-            let whole = match run.kind {
-                RunKind::Described => None,
-                RunKind::Zero => Some(Content::Zero(run.pages)),
-                RunKind::Discard => Some(Content::Discard(run.pages)),
-            };
-            if let Some(content) = whole {
-                write(run.owner, run.first, content)?;
-                continue;
-            }
-            let (mut address, mut rest) = (run.first, u64::from(run.pages) * PAGE as u64);
-            while rest > 0 {
-                let length = rest.min(PIECE);
-                let bytes = take(&mut self.pages, length as usize, &mut buffer)?;
-                write(run.owner, address, Content::Bytes(bytes))?;
-                address += length;
-                rest -= length;
-            }
+        while let Some((owner, first, content)) = self.next_run()? {
+            write(owner, first, content)?;
         }
         Ok(())
+    }
+
+    /// The next of what [`StagedCheckpoint::for_each_run`] hands out.
+    pub fn next_run(&mut self) -> io::Result<Option<(PageOwner, u64, Content<'_>)>> {
+        const PIECE: u64 = 1 << 20;
+        let Some(&run) = self.runs.get(self.next) else { return Ok(None) };
+        let whole = match run.kind {
+            RunKind::Described => None,
+            RunKind::Zero => Some(Content::Zero(run.pages)),
+            RunKind::Discard => Some(Content::Discard(run.pages)),
+        };
+        if let Some(content) = whole {
+            self.next += 1;
+            return Ok(Some((run.owner, run.first, content)));
+        }
+        let (begin, bytes) = (self.given, u64::from(run.pages) * PAGE as u64);
+        let length = (bytes - begin).min(PIECE);
+        self.given += length;
+        if self.given == bytes {
+            (self.next, self.given) = (self.next + 1, 0);
+        }
+        let content = take(&mut self.pages, length as usize, &mut self.buffer)?;
+        Ok(Some((run.owner, run.first + begin, Content::Bytes(content))))
     }
 }
 

@@ -29,8 +29,8 @@ pub struct PauseBench {
     pub keys: u64,
     /// Part of requests that are writes.
     pub writes: f64,
-    /// Requests a second; `None` is as fast as replies come.
-    pub rate_per_s: Option<f64>,
+    /// Requests a second of the steady load.
+    pub rate_per_s: f64,
     /// Between two checkpoints.
     pub epoch: Duration,
     /// How long is measured.
@@ -62,15 +62,26 @@ impl Spread {
     }
 }
 
-/// What was measured.
+/// One load and what it met.
 #[derive(Clone, Debug, Default)]
-pub struct PauseResult {
+pub struct Measured {
     /// Every number of the `epoch` events: pause and parts in µs, bytes, pages, by name.
     pub epochs: BTreeMap<String, Spread>,
     /// Replies a second.
     pub replies_per_s: f64,
     /// Latency of replies in ms, from when they were due.
     pub latency_ms: Spread,
+}
+
+/// What was measured.
+#[derive(Clone, Debug, Default)]
+pub struct PauseResult {
+    /// Requests at a fixed rate.
+    pub steady: Measured,
+    /// Eight connections, each as fast as replies come.
+    pub saturated: Measured,
+    /// Resident memory of Redis, MB.
+    pub guest_mb: f64,
     /// Most resident memory of `hotspare run` so far, the guest aside.
     pub primary_rss_mb: f64,
     /// Most resident memory of `hotspare spare` so far, the ghost aside.
@@ -115,44 +126,73 @@ fn make_bed(bench: &PauseBench) -> Result<Bed, LabError> {
     Ok(Bed { spare, primary, lab })
 }
 
-fn start_load(bench: &PauseBench, lab: &Lab) -> Load<Mix> {
-    let pace = Pace {
-        rate_per_s: bench.rate_per_s.unwrap_or(1e9),
-        lanes: 8,
-        reply_at_most: HANG,
-        ..Pace::default()
-    };
+fn start_load(bench: &PauseBench, lab: &Lab, rate_per_s: f64) -> Load<Mix> {
+    let pace = Pace { rate_per_s, lanes: 8, reply_at_most: HANG, ..Pace::default() };
     let sessions = (0..pace.lanes as u64).map(|lane| Mix::new(bench, lane)).collect();
     Load::start(lab.client(), (SERVICE_V4, PORT).into(), pace, sessions, HANG)
 }
 
-/// Measures pauses and throughput, in a lab of its own.
-pub fn pause(bench: &PauseBench) -> Result<PauseResult, LabError> {
-    let bed = make_bed(bench)?;
-    let load = start_load(bench, &bed.lab);
+/// More than anybody can send.
+const UNLIMITED: f64 = 1e9;
+
+fn measure(bench: &PauseBench, bed: &Bed, rate_per_s: f64) -> Measured {
+    let load = start_load(bench, &bed.lab, rate_per_s);
     let start = Instant::now();
     (start + bench.length).sleep_until();
     let end = Instant::now();
-    let mut result = result(&load.finish(), &bed.primary, (start, end));
-    result.primary_rss_mb = most_resident_mb(bed.primary.pid());
-    result.spare_rss_mb = bed.spare.map_or(0.0, |spare| most_resident_mb(spare.pid()));
-    Ok(result)
+    measured(&load.finish(), &bed.primary, (start, end))
+}
+
+/// Measures pauses and throughput, in a lab of its own. Nothing steady is measured without
+/// protection.
+pub fn pause(bench: &PauseBench) -> Result<PauseResult, LabError> {
+    let bed = make_bed(bench)?;
+    let protected = bench.hotspare.is_some();
+    let steady = protected.then(|| measure(bench, &bed, bench.rate_per_s));
+    let saturated = measure(bench, &bed, UNLIMITED);
+    let rss = |process: &Process| memory_mb(process.pid(), "VmHWM:");
+    Ok(PauseResult {
+        steady: steady.unwrap_or_default(),
+        saturated,
+        guest_mb: guest_mb(&bed)?,
+        primary_rss_mb: rss(&bed.primary),
+        spare_rss_mb: bed.spare.as_ref().map_or(0.0, rss),
+    })
+}
+
+/// What Redis says of its memory.
+fn guest_mb(bed: &Bed) -> Result<f64, LabError> {
+    let ask = || {
+        let mut connection = Connection::open((SERVICE_V4, PORT).into(), HANG, HANG)?;
+        connection.send(b"INFO memory\r\n")?;
+        let head = connection.line()?;
+        let count = head.strip_prefix(b"$").and_then(|count| std::str::from_utf8(count).ok());
+        let count = count.and_then(|count| count.parse().ok()).unwrap_or(0);
+        let text = String::from_utf8_lossy(connection.bytes(count)?).into_owned();
+        let line = text.lines().find_map(|line| line.strip_prefix("used_memory_rss:"));
+        Ok(line.and_then(|bytes| bytes.trim().parse::<f64>().ok()).unwrap_or_default())
+    };
+    let bytes: Result<f64, ClientError> = bed.lab.client().inside(ask);
+    bytes.map(|bytes| bytes / 1e6).map_err(|error| LabError::Io {
+        doing: "ask Redis for its memory".into(),
+        source: std::io::Error::other(error),
+    })
 }
 
 /// Kills the primary under load, in a lab of its own.
 pub fn failover(bench: &PauseBench) -> Result<Failover, LabError> {
     let bed = make_bed(bench)?;
-    let _load = start_load(bench, &bed.lab);
+    let _load = start_load(bench, &bed.lab, bench.rate_per_s);
     (Instant::now() + bench.length).sleep_until();
     bed.lab.host(0).kill()?;
     let spare = bed.spare.as_ref().expect("a failover is measured with a spare");
     Ok(Engine::taken_over(spare)?.0)
 }
 
-/// VmHWM of a process (proc_pid_status(5)), in MB; 0 if it is gone.
-fn most_resident_mb(pid: i32) -> f64 {
+/// A line of the status of a process (proc_pid_status(5)), in MB; 0 if it is gone.
+fn memory_mb(pid: i32, name: &str) -> f64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let line = status.lines().find_map(|line| line.strip_prefix(name));
     let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<f64>().ok());
     kib.unwrap_or_default() * 1024.0 / 1e6
 }
@@ -201,11 +241,11 @@ fn numbers(line: &str) -> Option<Vec<(String, f64)>> {
     Some(members.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect())
 }
 
-fn result(
+fn measured(
     lanes: &[LaneRecord<Mix>],
     primary: &Process,
     (start, end): (Instant, Instant),
-) -> PauseResult {
+) -> Measured {
     let mut values: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for line in primary.stdout().lines() {
         if (start..end).contains(&line.at) {
@@ -218,11 +258,10 @@ fn result(
     let good = replies
         .filter(|reply| reply.outcome == Outcome::Good && (start..end).contains(&reply.done));
     let latencies: Vec<f64> = good.map(|reply| millis(reply.latency())).collect();
-    PauseResult {
+    Measured {
         epochs: values.into_iter().map(|(name, values)| (name, Spread::of(values))).collect(),
         replies_per_s: latencies.len() as f64 / end.since(start).as_secs_f64(),
         latency_ms: Spread::of(latencies),
-        ..PauseResult::default()
     }
 }
 

@@ -11,12 +11,14 @@ fn an_unprotected_redis_serves_as_fast_as_it_can() {
         more: vec![],
         keys: 1000,
         writes: 0.5,
-        rate_per_s: None,
+        rate_per_s: 100.0,
         epoch: Duration::from_millis(100),
         length: Duration::from_millis(300),
     };
     let result = pause(&bench).unwrap();
     println!("{result:?}");
-    assert!(result.replies_per_s > 0.0 && result.latency_ms.max > 0.0);
-    assert!(result.epochs.is_empty());
+    let saturated = &result.saturated;
+    assert!(saturated.replies_per_s > 0.0 && saturated.latency_ms.max > 0.0);
+    assert!(saturated.epochs.is_empty() && result.steady.latency_ms.count == 0);
+    assert!(result.guest_mb > 1.0);
 }
