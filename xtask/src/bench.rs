@@ -242,6 +242,7 @@ fn provenance() -> Result<String> {
         let output = output.with_context(|| format!("run {program}"))?;
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
+    let root = tree::root().to_string_lossy();
     let processors = std::fs::read_to_string("/proc/cpuinfo").context("read processors")?;
     let models = processors.lines().filter(|line| line.starts_with("model name"));
     let model = models.clone().next().and_then(|line| line.split_once(": "));
@@ -250,7 +251,7 @@ fn provenance() -> Result<String> {
     Ok(format!(
         "{}, commit {}, {} × {}, {} GiB, Linux {}, all hosts on one machine.\n`cargo xtask {}`\n",
         said("date", &["-u", "+%F %H:%M UTC"])?,
-        said("git", &["describe", "--always", "--dirty"])?,
+        said("git", &["-C", &root, "describe", "--always", "--dirty"])?,
         models.count(),
         model.map_or("unknown processor", |(_, name)| name),
         kib.unwrap_or_default().div_ceil(1 << 20),
