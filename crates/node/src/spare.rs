@@ -38,9 +38,9 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     let ours = agent.facts.clone();
     let back_off = agent.face().back_off.wait(Instant::now());
     let judge = move |peer: &Hello| match back_off {
-        Some(wait) => Err(Refuse {
+        Some(_) => Err(Refuse {
             code: RefuseCode::Busy,
-            text: format!("this spare has lost its ghost again; it takes a new one in {wait:.1?}"),
+            text: "this spare has lost one ghost after another and pauses before the next".into(),
         }),
         None => facts::judge(&ours, &peer.facts),
     };
