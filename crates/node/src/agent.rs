@@ -40,8 +40,8 @@ pub enum Message {
     Checkpoint(StreamId, Box<StagedCheckpoint>, Place),
     /// The primary offers its term. After the checkpoints that came before.
     Offered(NodeId, SwitchoverOffer),
-    /// The stream from the primary has ended.
-    PrimaryOut(StreamId, String, Closed),
+    /// The stream from the primary has ended; some words about it, if they are not said elsewhere.
+    PrimaryOut(StreamId, Option<String>, Closed),
     /// The primary has ended on purpose: the guest is over.
     GuestOver(String),
     /// When the primary was last heard, for the report of a failover.

@@ -31,8 +31,57 @@ const PATIENCE: Duration = Duration::from_millis(500);
 /// Checkpoints that are applied or wait for it; the primary takes fewer rather than more.
 const STAGED_MAX: usize = 2;
 
+type SharedReplier = Arc<Mutex<Replier<hotspare_replica::WriteHalf>>>;
+
+/// A stream from a primary that has welcomed us.
+struct Welcomed {
+    primary: NodeId,
+    stream: StreamId,
+    read: hotspare_replica::ReadHalf,
+    replier: SharedReplier,
+}
+
 /// Plays the spare on a connection until it ends.
 pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
+    let Welcomed { primary, stream, read, replier } = greet(agent, channel)?;
+    let mut receiver = Receiver::new(read, StagingLimits::default());
+    let room = Room::new(STAGED_MAX);
+    let (mut comparison, mut differ) = (Comparison::default(), None);
+    let (text, how) = loop {
+        match receiver.next() {
+            Ok(Incoming::Files(files)) => {
+                if let Err(text) = comparison.compare(files) {
+                    say_goodbye(&replier, GoodbyeCode::Files, &text);
+                    differ = Some(FilesDiffer(text));
+                    break (String::new(), Closed::ByUs);
+                }
+            }
+            Ok(incoming) => {
+                tell_changed(agent, &mut comparison);
+                if let Some(text) = take(agent, (primary, stream), &room, incoming) {
+                    break (text, Closed::Goodbye);
+                }
+            }
+            Err(error) => {
+                let how = closed(&error);
+                if how == Closed::ByUs {
+                    // Or it would go on sending, and wait for ever.
+                    say_goodbye(&replier, GoodbyeCode::Failed, &error.to_string());
+                }
+                break (error.to_string(), how);
+            }
+        }
+    };
+    if agent.detach(stream) {
+        agent.brain.tell(Event::StreamClosed { peer: primary, how });
+        let said = differ.is_none().then_some(text);
+        agent.owner.send(Message::PrimaryOut(stream, said, how));
+    }
+    differ.map_or(Ok(()), |differ| Err(differ.into()))
+}
+
+/// Exchanges greetings and tells everybody who is concerned.
+fn greet(agent: &Agent, channel: Channel) -> anyhow::Result<Welcomed> {
     let peer = channel.peer();
     let own = agent.hello();
     let ours = agent.facts.clone();
@@ -60,50 +109,12 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     }
     let (read, write, hangup) = channel.split().context("split the stream")?;
     let replier = Arc::new(Mutex::new(Replier::new(write)));
-    let (node, term, rank) = (hello.node, welcome.term, welcome.rank);
+    let (primary, term, rank) = (hello.node, welcome.term, welcome.rank);
     let stream = agent.attach();
-    agent.brain.tell(Event::Joined { primary: node, term, rank });
-    let joined = Joined { primary: node, term, settings, replier: replier.clone(), stream, hangup };
+    agent.brain.tell(Event::Joined { primary, term, rank });
+    let joined = Joined { primary, term, settings, replier: replier.clone(), stream, hangup };
     agent.owner.send(Message::Joined(Box::new(joined)));
-    let mut receiver = Receiver::new(read, StagingLimits::default());
-    let room = Room::new(STAGED_MAX);
-    let (mut comparison, mut differ) = (Comparison::default(), None);
-    let (text, how) = loop {
-        match receiver.next() {
-            Ok(Incoming::Files(files)) => {
-                if let Err(text) = comparison.compare(files) {
-                    say_goodbye(&replier, GoodbyeCode::Files, &text);
-                    differ = Some(FilesDiffer(text));
-                    break (String::new(), Closed::ByUs);
-                }
-            }
-            Ok(incoming) => {
-                tell_changed(agent, &mut comparison);
-                if let Some(text) = take(agent, (node, stream), &room, incoming) {
-                    break (text, Closed::Goodbye);
-                }
-            }
-            Err(error) => {
-                let how = closed(&error);
-                if how == Closed::ByUs {
-                    // Or it would go on sending, and wait for ever.
-                    say_goodbye(&replier, GoodbyeCode::Failed, &error.to_string());
-                }
-                break (error.to_string(), how);
-            }
-        }
-    };
-    let current = agent.detach(stream);
-    if current {
-        agent.brain.tell(Event::StreamClosed { peer: node, how });
-    }
-    if let Some(differ) = differ {
-        return Err(differ.into());
-    }
-    if current {
-        agent.owner.send(Message::PrimaryOut(stream, text, how));
-    }
-    Ok(())
+    Ok(Welcomed { primary, stream, read, replier })
 }
 
 fn say_goodbye(
@@ -248,8 +259,11 @@ impl Spare {
                 self.agent.brain.tell(Event::SwitchoverOffered { from, term, position });
             }
             Message::PrimaryOut(stream, text, how) => {
-                if self.following.as_ref().is_some_and(|joined| joined.stream == stream) {
-                    self.agent.reporter.note(&format!("the stream ended ({how:?}): {text}"));
+                if let Some(joined) = self.following.as_ref().filter(|j| j.stream == stream) {
+                    joined.hangup.hang_up();
+                    if let Some(text) = text {
+                        self.agent.reporter.note(&format!("the stream ended ({how:?}): {text}"));
+                    }
                 }
             }
             Message::GuestOver(text) => self.over = Some(text),

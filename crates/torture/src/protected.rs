@@ -275,8 +275,8 @@ mod tests {
 
     #[test]
     fn events_are_told_from_what_a_guest_prints() {
-        let said = r#"{"event":"failover","detect_ms":91.5,"apply_ms":0,"finalise_ms":4,"address_ms":0.2,
-                       "epoch":17,"term":2,"more":true}"#;
+        let said = r#"{"event":"failover","detect_ms":91.5,"apply_ms":0,"finalise_ms":4,
+                       "address_ms":0.2,"epoch":17,"term":2,"more":true}"#;
         let Some(Event::Failover(failover)) = event(&line(said)) else { panic!("no failover") };
         assert_eq!((failover.epoch, failover.term), (17, 2));
         assert_eq!(event(&line(r#"{"event":"exit","status":3}"#)), Some(Event::Exit { status: 3 }));
