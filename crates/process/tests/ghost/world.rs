@@ -95,6 +95,11 @@ impl Primary {
     pub fn checkpoint(&mut self) -> (Checkpoint, Vec<PageRun>) {
         let mut early = Vec::new();
         loop {
+            // As an agent does, while the guest runs.
+            if !self.guest.needs_preparation() {
+                self.guest.scan().expect("scans");
+                self.guest.precopy(1 << 20, &mut early).expect("copies");
+            }
             match self.try_checkpoint() {
                 Ok(Some(captured)) => {
                     early.extend(captured.runs);
