@@ -40,6 +40,7 @@ impl ObjectCapture {
         let mut inside = |pid: GuestPid, bytes: &[u8], calls: &dyn Fn(u64) -> Vec<Call>| {
             guest.call_inside(pid, bytes, calls)
         };
+        self.ipc.give_back(&mut inside)?;
         self.ipc.capture_undo(&mut checkpoint.ipc, &alive, &mut inside)?;
         self.take_descriptors(guest, shared, checkpoint)
     }

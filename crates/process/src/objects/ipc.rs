@@ -29,6 +29,7 @@ use hotspare_image::memory::SharedKind;
 use hotspare_image::tree::GuestPid;
 use hotspare_kernel::KernelError;
 use hotspare_kernel::ipc::{self, Attachment, Ownership, QueueAttributes};
+use hotspare_kernel::remote::Call;
 
 use super::error::{ObjectError, ObjectResult};
 use super::semaphore_undo;
@@ -78,6 +79,8 @@ pub struct IpcCapture {
     /// Times of the last semop(2) and change of each semaphore set, by number.
     stamps: BTreeMap<i32, [i64; 2]>,
     undo: BTreeMap<i32, KnownUndo>,
+    /// Segments that we attached in this epoch, and who had used them last before.
+    attached: Vec<SegmentUse>,
 }
 
 /// Adjustments of a set, as they were found.
@@ -124,8 +127,21 @@ impl IpcCapture {
             Ok((segments, semaphores, open_list("msg")?, ipc::queue_directory()?))
         };
         let (segments, semaphores, queues, posix) = inside(namespace.as_fd(), lists)?;
-        let (opened, stamps, undo) = Default::default();
-        Ok(Self { namespace, segments, semaphores, queues, posix, opened, stamps, undo })
+        let (opened, stamps, undo, attached) = Default::default();
+        Ok(Self { namespace, segments, semaphores, queues, posix, opened, stamps, undo, attached })
+    }
+
+    /// Lets those who had used segments last before we looked at them be the last again.
+    pub fn give_back(&mut self, inside: semaphore_undo::Inside<'_>) -> ObjectResult<()> {
+        for SegmentUse { id, last } in self.attached.drain(..) {
+            let calls = |_| {
+                let arguments = [id as u64, 0, libc::SHM_RDONLY as u64];
+                let attach = Call::new(libc::SYS_shmat, &arguments).required();
+                vec![attach, Call::new(libc::SYS_shmdt, &[]).chained()]
+            };
+            inside(last, &[], &calls)?;
+        }
+        Ok(())
     }
 
     /// Finds the `SEM_UNDO` adjustments of processes `alive` in the sets of `ipc`, which was just
@@ -174,11 +190,13 @@ impl IpcCapture {
         let state = self.capture(guest_pid)?;
         checkpoint.ipc = state.ipc;
         self.opened.retain(|id, _| state.segments.iter().any(|segment| segment.owner.id == *id));
+        self.attached.clear();
         for segment in &state.segments {
             let IpcOwner { id, key, mode, uid, gid } = segment.owner;
             if !self.opened.contains_key(&id) {
                 let file = inside(self.namespace.as_fd(), || segment_file(id))?;
                 self.opened.insert(id, (file, [0; 4]));
+                self.attached.push(SegmentUse { id, last: guest_pid(segment.last_use[0] as i32) });
             }
             let Some((file, last_use)) = self.opened.get_mut(&id) else { continue };
             // What was written through an attachment that is gone again, nobody has seen.
