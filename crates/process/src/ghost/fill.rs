@@ -165,7 +165,11 @@ pub(super) fn check(run: &PageRun) -> GhostResult<()> {
 
 /// Applies a run to a shared memory object of `size` bytes; what lies beyond its end is skipped.
 pub(super) fn fill_shared(file: &File, size: u64, run: &PageRun) -> GhostResult<()> {
-    let size = size.next_multiple_of(PAGE_BYTES);
+    // Bytes behind the end would make the object longer; they are zero anyway.
+    let size = match run.content {
+        Content::Bytes(_) => size,
+        Content::Zero(_) | Content::Discard(_) => size.next_multiple_of(PAGE_BYTES),
+    };
     let end = run.end().min(size);
     if run.start >= end {
         return Ok(());
