@@ -223,7 +223,12 @@ fn a_primary_that_was_cut_off_stops_its_guest_when_the_link_heals() {
     scene.lab.heal().unwrap();
     assert_eq!(primary.wait(HANG).unwrap().code(), Some(75), "{}", said(&primary));
     says(&primary, "another host has taken over (term 2)");
-    assert!(!scene.host(0).is_alive().unwrap(), "nothing of it is left");
+    // The kernel takes the killed processes away in its own time.
+    let deadline = hotspare_torture::clock::Instant::now() + HANG;
+    while scene.host(0).is_alive().unwrap() {
+        assert!(hotspare_torture::clock::Instant::now() < deadline, "some of it is left");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     assert_eq!(scene.get("before").as_deref(), Some("the cut"));
     assert!(spare.try_wait().is_none());
 }
