@@ -94,6 +94,9 @@ impl Ghost {
             self.dress(pid, live, layout).map_err(GhostError::at(pid))?;
         }
         clock.part("attributes");
+        // Before sleeps are begun again for the rest of their time: they would end early by this.
+        self.await_clock(image);
+        clock.part("clock");
         // A parent hears of a child that stops; what it is to hear is put in afterwards.
         let mut last = BTreeMap::new();
         let mut threads = Vec::new();
@@ -111,8 +114,6 @@ impl Ghost {
         }
         self.sources.seal(&self.namespaces)?;
         clock.part("registers");
-        self.await_clock(image);
-        clock.part("clock");
         let stopped = living(image).filter(|(_, live)| live.job_stopped.is_some());
         let stopped = stopped.map(|(pid, _)| pid).collect();
         Ok(Finalised { threads, stopped, parts: clock.parts })
