@@ -14,6 +14,9 @@ pub struct ConnectionArguments {
     /// How many failovers; every other one over IPv6
     #[arg(long, default_value_t = 200)]
     rounds: u64,
+    /// Begins with this one, to repeat it
+    #[arg(long, default_value_t = 0)]
+    first: u64,
     /// Decides the seeds of all rounds
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -25,7 +28,7 @@ pub fn connections(arguments: &ConnectionArguments) -> Result<()> {
     let dice = Dice::new(arguments.seed);
     let (mut idle, mut busy, mut failed) = (0, 0, 0);
     let mut resets: Vec<Duration> = Vec::new();
-    for number in 0..arguments.rounds {
+    for number in arguments.first..arguments.first + arguments.rounds {
         let (seed, ipv6) = (dice.part(number).roll(), number % 2 == 1);
         let outcome = round(seed, binary.clone(), ipv6);
         let wrongs = match outcome {

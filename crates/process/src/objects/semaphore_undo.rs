@@ -18,7 +18,7 @@ use super::error::ObjectResult;
 /// Highest value of a semaphore and of an adjustment (`SEMVMX`, `SEMAEM`); the lowest adjustment
 /// is one further from zero.
 const MOST: i16 = 32_767;
-const UNDO: i32 = libc::SEM_UNDO as i32;
+const UNDO: i32 = libc::SEM_UNDO;
 /// Semaphores looked at in one go, of two tries each.
 const AT_ONCE: usize = 100;
 /// Width of a step of the first round: about the root of [`MOST`].
@@ -53,7 +53,7 @@ fn sign_try(index: u16, value: u16, side: Side) -> Vec<SemaphoreChange> {
     changes
 }
 
-/// The same for an adjustment that is more than [`bound`] of `distance` away from zero.
+/// The same if the adjustment is at least as far from zero as [`bound`] says for `distance`.
 fn size_try(index: u16, value: u16, side: Side, distance: i16) -> Vec<SemaphoreChange> {
     let mut changes = to_zero(index, value);
     match side {
@@ -143,11 +143,11 @@ pub fn find(
     Ok(Some(found))
 }
 
+/// Which of some distances are out of range; `None` where nobody can be asked.
+type IsOut<'a> = &'a mut dyn FnMut(&[i16]) -> ObjectResult<Option<Vec<bool>>>;
+
 /// Finds the least distance that is out of range, in two rounds; the adjustment it means.
-fn measure(
-    side: Side,
-    is_out: &mut dyn FnMut(&[i16]) -> ObjectResult<Option<Vec<bool>>>,
-) -> ObjectResult<Option<i16>> {
+fn measure(side: Side, is_out: IsOut<'_>) -> ObjectResult<Option<i16>> {
     let coarse: Vec<i16> = (1..=MOST).step_by(STEP).collect();
     let Some(out) = is_out(&coarse)? else { return Ok(None) };
     // The last that is still in range, or nothing at all.
@@ -189,15 +189,14 @@ mod tests {
         let before = (*adjustment, *value);
         for (_, by, flags) in changes {
             let by = i32::from(*by);
+            let undo = if flags & UNDO != 0 { *adjustment - by } else { *adjustment };
+            let in_range = *value + by <= 32_767 && (-32_768..=32_767).contains(&undo);
             let error = if by == 0 && *value != 0 || *value + by < 0 {
                 libc::EAGAIN
-            } else if *value + by > 32_767 {
-                libc::ERANGE
-            } else if flags & UNDO != 0 && !(-32_768..=32_767).contains(&(*adjustment - by)) {
+            } else if !in_range {
                 libc::ERANGE
             } else {
-                *adjustment -= if flags & UNDO != 0 { by } else { 0 };
-                *value += by;
+                (*adjustment, *value) = (undo, *value + by);
                 continue;
             };
             (*adjustment, *value) = before;
