@@ -94,6 +94,11 @@ fn every_refused_program_is_told_with_its_reason_and_a_way_out() {
         let program = program.to_str().unwrap();
         let output = hotspare(&["check", "--for", "600ms", "--files", &rule, "--", program, &out]);
         let said = said(&output);
+        // What comes and goes delays protection; that is told, and is no obstacle.
+        let passed = |line: &str| line.starts_with("! only for a while") && line.contains(&reason);
+        if output.status.code() == Some(CLEAR) && said.lines().any(passed) {
+            continue;
+        }
         assert_eq!(output.status.code(), Some(OBSTACLE), "{name}: {said}");
         let told: Vec<&str> = said.lines().collect();
         let found = told.windows(2).any(|pair| {
@@ -105,34 +110,38 @@ fn every_refused_program_is_told_with_its_reason_and_a_way_out() {
 
 #[test]
 fn running_programs_are_looked_at_without_being_disturbed() {
-    for (name, reason) in refused() {
-        let directory = scratch();
-        let out = directory.path().join("out");
-        let mut program = Command::new(guests().join(&name));
-        program.arg(&out).env("GUEST_STEP_MS", "40").env("GUEST_STEPS", "50");
-        program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
-        let mut program = program.spawn().unwrap();
-        let pid = program.id().to_string();
-        let rule = format!("shared:{}", directory.path().display());
-        // A program is looked at until it has got that far.
-        let mut last = String::new();
-        let found = std::iter::repeat_with(|| {
-            let output = hotspare(&["check", "--pid", &pid, "--files", &rule]);
-            last = said(&output);
-            (output.status.code(), last.clone())
-        })
-        .take_while(|(status, _)| *status != Some(UNKNOWN))
-        .any(|(status, said)| {
-            let reason = if name == "packet_socket" { "PACKET" } else { &reason };
-            status == Some(OBSTACLE) && said.contains(reason)
-        });
-        assert!(found, "{name} lacks {reason:?}: {last}");
-        assert!(program.wait().unwrap().success(), "{name} was disturbed");
-        // Children that some leave behind.
-        let group = nix::unistd::Pid::from_raw(program.id() as i32);
-        let _ = nix::sys::signal::killpg(group, nix::sys::signal::Signal::SIGKILL);
-        assert!(fs::read_to_string(out).unwrap().ends_with("PASS\n"), "{name} was disturbed");
+    guests();
+    std::thread::scope(|scope| {
+        for (name, reason) in refused() {
+            scope.spawn(move || look_at(&name, &reason));
+        }
+    });
+}
+
+/// Looks at a running guest until what is refused of it has been told, then lets it end.
+fn look_at(name: &str, reason: &str) {
+    let directory = scratch();
+    let out = directory.path().join("out");
+    let mut program = Command::new(guests().join(name));
+    program.arg(&out).env("GUEST_STEP_MS", "100").env("GUEST_STEPS", "100");
+    program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
+    let mut program = program.spawn().unwrap();
+    let pid = program.id().to_string();
+    let rule = format!("shared:{}", directory.path().display());
+    let reason = if name == "packet_socket" { "PACKET" } else { reason };
+    loop {
+        let output = hotspare(&["check", "--pid", &pid, "--files", &rule]);
+        if output.status.code() == Some(OBSTACLE) && said(&output).contains(reason) {
+            break;
+        }
+        let ended = program.try_wait().unwrap();
+        assert_eq!(ended, None, "{name} lacks {reason:?}: {}", said(&output));
     }
+    assert!(program.wait().unwrap().success(), "{name} was disturbed");
+    // Children that some leave behind.
+    let group = nix::unistd::Pid::from_raw(program.id() as i32);
+    let _ = nix::sys::signal::killpg(group, nix::sys::signal::Signal::SIGKILL);
+    assert!(fs::read_to_string(out).unwrap().ends_with("PASS\n"), "{name} was disturbed");
 }
 
 #[test]
