@@ -219,6 +219,7 @@ impl Primary {
             Action::RefuseSpare(node) => self.answer(node, None),
             Action::DropSpare { node, cause } => {
                 let text = drop_text(cause).to_owned();
+                self.heir_gone(node, &text);
                 if let Some(spare) = self.maker.leave(node) {
                     let _ = spare.goodbye(&Goodbye { code: GoodbyeCode::Dropped, text });
                 }

@@ -203,6 +203,13 @@ impl Primary {
         self.agent.brain.tell(Event::SwitchoverRefused(node));
     }
 
+    /// A spare is dropped; if it was to have the guest, that is why it does not.
+    pub fn heir_gone(&mut self, node: NodeId, why: &str) {
+        if self.switchover.to == Some(node) {
+            self.switchover.why_not.get_or_insert_with(|| why.to_owned());
+        }
+    }
+
     /// The guest runs on the spare.
     pub fn switched_over(&mut self) {
         let Some((since, epoch)) = self.switchover.frozen else { return };
