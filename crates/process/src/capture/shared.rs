@@ -237,7 +237,11 @@ impl Object {
 /// Opens shared memory through /proc; what may only be read is read.
 fn open(path: &str) -> ObjectResult<File> {
     let both = File::options().read(true).write(true).open(path);
-    both.or_else(|_| File::open(path)).map_err(io("open shared memory"))
+    both.or_else(|_| File::open(path)).map_err(|error| match error.kind() {
+        // The guest runs, and has just unmapped or closed it.
+        std::io::ErrorKind::NotFound => ObjectError::transient(path, "gone since it was listed"),
+        _ => io("open shared memory")(error),
+    })
 }
 
 fn kind_of(name: &str, inode: u64, mode: u32) -> SharedKind {
