@@ -7,15 +7,11 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use hotspare_torture::guests::Mode;
 
 use crate::guests::{self, GuestArguments};
 use crate::kills::{self, KillArguments};
 use crate::tree::cargo;
 use crate::{call, tidy};
-
-/// Whether `hotspare run` can protect: then guests run in every mode and real programs are killed.
-const ENGINE: bool = false;
 
 #[derive(Debug, Args)]
 pub struct CiArguments {
@@ -62,14 +58,11 @@ pub fn ci(arguments: &CiArguments) -> Result<()> {
             go.args(["test", "-v", "./..."]).current_dir(module);
             suites.push(suite("go", &mut go)?);
         }
-        let table =
-            if ENGINE { GuestArguments::default() } else { GuestArguments::only(Mode::Plain) };
+        let table = GuestArguments::default();
         suites.push(own_suite("guests", || guests::table(&table))?);
-        if ENGINE {
-            let each_once = KillArguments::default();
-            suites.push(own_suite("kills", || kills::all(&each_once))?);
-            suites.push(own_suite("moves", || kills::all(&KillArguments::moves()))?);
-        }
+        let each_once = KillArguments::default();
+        suites.push(own_suite("kills", || kills::all(&each_once))?);
+        suites.push(own_suite("moves", || kills::all(&KillArguments::moves()))?);
     }
     report(&suites)
 }

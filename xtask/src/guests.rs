@@ -45,13 +45,6 @@ impl Default for GuestArguments {
     }
 }
 
-impl GuestArguments {
-    /// All guests once in one mode.
-    pub fn only(mode: Mode) -> GuestArguments {
-        GuestArguments { modes: vec![mode], ..GuestArguments::default() }
-    }
-}
-
 fn mode(name: &str) -> Result<Mode> {
     let names = Mode::ALL.map(Mode::name).join(", ");
     Mode::by_name(name).with_context(|| format!("there are: {names}"))
