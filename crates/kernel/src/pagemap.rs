@@ -126,12 +126,16 @@ impl Pagemap {
                 return Err(error);
             }
             found.extend_from_slice(&self.buffer[..count as usize]);
-            // With more than 512 regions `walk_end` may say less than what was walked (seen on
-            // Linux 6.18), so it counts only where the room was not enough.
-            if (count as u64) < room || arguments.walk_end <= at {
+            // The kernel walks 512 regions at a time and leaves `walk_end` where the first part
+            // ended if the last one reached the end (do_pagemap_scan, Linux 6.7 to 6.18). So it
+            // counts only where the room was not enough, and what was told was walked in any
+            // case: told twice, regions would be out of order.
+            let told = self.buffer[..count as usize].last().map_or(at, |region| region.end);
+            let walked = arguments.walk_end.max(told);
+            if (count as u64) < room || walked <= at {
                 break;
             }
-            at = arguments.walk_end;
+            at = walked;
         }
         Ok(Scanned::Complete)
     }
@@ -191,10 +195,17 @@ mod tests {
         }
         let any_of = category::PRESENT | category::SWAPPED;
         let query = Query { any_of, report: any_of, ..Query::default() };
-        let mut found = Vec::new();
         let mut pagemap = Pagemap::open(own).expect("opens");
-        assert_eq!(pagemap.scan(first, end, query, &mut found).expect("scans"), Scanned::Complete);
-        assert!(found.len() > 512 && found.windows(2).all(|two| two[0].end <= two[1].start));
-        assert!(found.iter().all(|region| first <= region.start && region.end <= end));
+        let mut regions = 0;
+        // The last round has room for exactly as many as there are.
+        for room in [4096, 600, 513, 512, 0] {
+            pagemap.buffer = vec![Region::default(); if room == 0 { regions } else { room }];
+            let mut found = Vec::new();
+            let scanned = pagemap.scan(first, end, query, &mut found).expect("scans");
+            assert_eq!(scanned, Scanned::Complete);
+            assert!(found.len() > 512 && found.windows(2).all(|two| two[0].end <= two[1].start));
+            assert!(found.iter().all(|region| first <= region.start && region.end <= end));
+            regions = found.len();
+        }
     }
 }

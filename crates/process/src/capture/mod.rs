@@ -192,9 +192,9 @@ impl Guest {
     /// Stops the guest, takes what changed since the last checkpoint, lets it go on.
     ///
     /// `during` runs while the guest stands still. On failure the guest runs on, and what was
-    /// found written stays in the backlog for the next attempt. One to be held ([`Guest::hold_after_checkpoint`])
-    /// stands still after success. If more than `backlog_max` pages
-    /// are to be copied, the guest is let go at once and `None` returned: pre-copy again.
+    /// found written stays in the backlog for the next attempt. One to be held
+    /// ([`Guest::hold_after_checkpoint`]) stands still after success. If more than `backlog_max`
+    /// pages are to be copied, the guest is let go at once and `None` returned: pre-copy again.
     pub fn checkpoint(
         &mut self,
         backlog_max: u64,

@@ -19,6 +19,7 @@ pub fn merge_sorted(mut ranges: Vec<(u64, u64)>) -> Ranges {
 impl Ranges {
     /// Adds a range that starts no lower than the last one did.
     pub fn push(&mut self, start: u64, end: u64) {
+        debug_assert!(self.0.last().is_none_or(|last| last.0 <= start), "pushed out of order");
         match self.0.last_mut() {
             Some(last) if start <= last.1 => last.1 = last.1.max(end),
             _ => self.0.push((start, end)),

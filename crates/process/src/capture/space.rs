@@ -341,8 +341,8 @@ impl Space {
             clusters.push_near(region.start, region.end, CLUSTER_GAP);
         }
         if !pagemap::tells_missing_tables() {
-            // Discarding a large range may free its page tables (`CONFIG_PT_RECLAIM`), and mremap(2)
-            // may take them away (`MREMAP_DONTUNMAP`).
+            // Discarding a large range may free its page tables (`CONFIG_PT_RECLAIM`), and
+            // mremap(2) may take them away (`MREMAP_DONTUNMAP`).
             let mut all = Vec::new();
             self.pagemap.scan(start, end, Query { rearm: false, ..ALL_QUERY }, &mut all)?;
             let all = merge_sorted(all.iter().map(|region| (region.start, region.end)).collect());

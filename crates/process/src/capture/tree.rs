@@ -99,8 +99,9 @@ impl Guest {
         self.processes.get(&HostPid(host)).map_or(INIT, |process| process.guest_pid)
     }
 
-    /// What to ask a process about itself, and which of its threads: the first that can be visited.
-    /// None if all are stopped by job control: then nothing can have changed since it last answered.
+    /// What to ask a process about itself, and which of its threads: the first that can be
+    /// visited. None if all are stopped by job control: then nothing can have changed since it
+    /// last answered.
     fn questions(&mut self, pid: HostPid) -> ObjectResult<Option<Questions>> {
         let visitable = self.visitable_thread(pid);
         let process = self.processes.get_mut(&pid).ok_or(KernelError::Died(pid))?;
