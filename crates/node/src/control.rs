@@ -145,8 +145,9 @@ fn table(agents: &[Value]) -> String {
 
 /// Fails if a guest of this name runs on this host.
 pub fn require_free_name(guest: &str) -> anyhow::Result<()> {
-    let taken = ask_all("status")?.into_iter().map(|(_, answer)| answer);
-    for answer in taken.filter(|answer| answer["guest"] == guest && answer["role"] == "primary") {
+    let mut taken = ask_all("status")?.into_iter().map(|(_, answer)| answer);
+    let same = |answer: &Value| answer["guest"] == guest && answer["role"] == "primary";
+    if let Some(answer) = taken.find(same) {
         bail!(
             "a guest named {guest:?} runs on this host already (pid {}): give this one another \
              name with --guest",
