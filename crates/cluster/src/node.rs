@@ -176,11 +176,13 @@ enum Phase {
         frozen_at: Option<Position>,
     },
     /// `claimed`: the spare has said that it takes over; until it runs, the guest is kept.
+    /// `left`: it has died or gone, and runs no guest.
     Offered {
         to: NodeId,
         term: Term,
         give_up_at: Nanos,
         claimed: bool,
+        left: bool,
         reclaim: Option<Term>,
     },
 }
@@ -461,6 +463,16 @@ impl Node {
             State::Reigning(reign) => {
                 let reclaims = matches!(reign.phase,
                     Phase::Offered { reclaim, .. } if reclaim == Some(term));
+                // It went before its first heartbeat said that the term was its own.
+                if reclaims
+                    && let Phase::Offered { term: given, claimed, left: true, reclaim, .. } =
+                        &mut reign.phase
+                    && *given == held
+                    && !std::mem::replace(claimed, true)
+                {
+                    *reclaim = None;
+                    return self.reclaim(Some(held), out);
+                }
                 let offered = matches!(reign.phase, Phase::Offered { .. });
                 if reclaims || (reign.term == term && held > term && !offered) {
                     self.fence(FenceCause::NewerReign(held), out);

@@ -76,14 +76,16 @@ impl Node {
             State::Reigning(reign) => {
                 // The spare that holds the offer died with its agent, or has left: it will not take
                 // over.
-                let heir = match reign.phase {
-                    Phase::Offered { to, term, claimed, .. } if to == peer => {
-                        Some(if claimed { term } else { reign.term })
+                let gone = matches!(how, Closed::ByPeer | Closed::Goodbye);
+                let heir = match &mut reign.phase {
+                    Phase::Offered { to, term, claimed, left, .. } if *to == peer && gone => {
+                        *left = true;
+                        Some(if *claimed { *term } else { reign.term })
                     }
                     _ => None,
                 };
                 self.spare_gone(peer, None, out);
-                if heir.is_some() && matches!(how, Closed::ByPeer | Closed::Goodbye) {
+                if heir.is_some() {
                     self.reclaim(heir, out);
                 }
                 self.watch_offer(now, out);
@@ -206,7 +208,8 @@ impl Node {
         let acknowledged = reign.spares.get(&to).and_then(|spare| spare.acknowledged);
         if acknowledged >= Some(position) {
             let give_up_at = now.saturating_add(self.config.handover_ns);
-            reign.phase = Phase::Offered { to, term, give_up_at, claimed: false, reclaim: None };
+            let (claimed, left, reclaim) = (false, false, None);
+            reign.phase = Phase::Offered { to, term, give_up_at, claimed, left, reclaim };
             out.push(Action::OfferSwitchover { to, term, position });
         }
     }
@@ -223,7 +226,7 @@ impl Node {
     }
 
     /// Takes the guest back in a term that is newer than the one offered.
-    fn reclaim(&mut self, consent_of: Option<Term>, out: &mut Vec<Action>) {
+    pub(super) fn reclaim(&mut self, consent_of: Option<Term>, out: &mut Vec<Action>) {
         let State::Reigning(reign) = &mut self.state else { return };
         let Phase::Offered { term, reclaim, .. } = &mut reign.phase else { return };
         if reclaim.is_none() {
@@ -239,7 +242,7 @@ impl Node {
     /// back, and while it goes on there is time.
     pub(super) fn hear_heir(&mut self, now: Nanos, beat: Beat, out: &mut Vec<Action>) -> bool {
         let State::Reigning(reign) = &mut self.state else { return false };
-        let Phase::Offered { to, term, give_up_at, claimed, reclaim } = &mut reign.phase else {
+        let Phase::Offered { to, term, give_up_at, claimed, reclaim, .. } = &mut reign.phase else {
             return false;
         };
         if beat.term < *term {

@@ -146,13 +146,14 @@ impl Body {
         registers: &Registers,
         restart: Restart,
     ) -> GhostResult<Option<(i64, [u64; 6])>> {
-        let Restart { blocked_ns: blocked, call } = restart;
+        let Restart { blocked_ns: mut blocked, call } = restart;
         let order = [reg::RDI, reg::RSI, reg::RDX, reg::R10, reg::R8, reg::R9];
         let mut arguments = order.map(|index| registers[index]);
-        let at = match call {
-            libc::SYS_nanosleep => 0,
-            libc::SYS_clock_nanosleep => 2,
-            libc::SYS_futex if arguments[1] & 0x7f == libc::FUTEX_WAIT as u64 => 3,
+        // Where a sleep's time is told, and where the kernel writes what is left of it.
+        let (at, left_at) = match call {
+            libc::SYS_nanosleep => (0, arguments[1]),
+            libc::SYS_clock_nanosleep => (2, arguments[3]),
+            libc::SYS_futex if arguments[1] & 0x7f == libc::FUTEX_WAIT as u64 => (3, 0),
             // Its timeout is a point in time.
             libc::SYS_futex => return Ok(Some((call, arguments))),
             libc::SYS_poll => {
@@ -164,8 +165,14 @@ impl Body {
             }
             _ => return Ok(None),
         };
+        // Written at every interruption, over the time itself if the caller gave one place for both
+        // (nanosleep(2)).
+        let told_at = if left_at == 0 { arguments[at] } else { left_at };
+        if left_at != 0 {
+            blocked = 0;
+        }
         let mut bytes = [0u8; 16];
-        self.memory.read_exact(arguments[at], &mut bytes)?;
+        self.memory.read_exact(told_at, &mut bytes)?;
         let word = |from: usize| {
             let bytes: [u8; 8] = bytes[from..from + 8].try_into().unwrap_or_default();
             u64::from_ne_bytes(bytes)
