@@ -37,13 +37,13 @@ int main(int argc, char **argv) {
     STEPS {
         fill(bytes, sizeof bytes, (uint64_t)g.step);
         for (size_t i = 0; i < 5; i++)
-            EQ(send(pair[i % 2], bytes + i, i * 150, 0), i * 150);
+            EQ(send(pair[i % 2], bytes + i, 1 + i * 150, 0), 1 + i * 150);
         peer_ask(&peer, g.step);
         nap();
         for (size_t i = 0; i < 5; i++) {
             uint8_t got[2000];
-            EQ(recv(pair[1 - i % 2], got, sizeof got, 0), i * 150);
-            CHECK(!memcmp(got, bytes + i, i * 150));
+            EQ(recv(pair[1 - i % 2], got, sizeof got, 0), 1 + i * 150);
+            CHECK(!memcmp(got, bytes + i, 1 + i * 150));
         }
         FAILS(recv(pair[0], bytes, 1, MSG_DONTWAIT), EAGAIN);
         if (peer_ask(&peer, -g.step)) {
