@@ -1,6 +1,7 @@
 // Feature: vfork and exec all the time
 // Proves: four threads that start children with vfork and exec without a pause get every exit
 // status, argument and environment string right.
+// Unsupported: increments: its parents wait in vfork most of the time, and checkpoints wait for that: 50 do not fit into its life
 #include "guest.h"
 
 extern char **environ;
