@@ -2,7 +2,7 @@
 // Proves: packets queued both ways keep borders, order and contents, an empty one included; a
 // listener in one process goes on accepting from another, and a connection that waits with a packet
 // is accepted with it or reset at once.
-// Unsupported: increments: checkpoints wait half a second for bytes in accept(2): 50 do not fit into its life
+// Unsupported: increments: bytes in accept(2) hold up checkpoints: fewer than 50 fit
 #include "guest.h"
 #include <sys/un.h>
 

@@ -1,10 +1,10 @@
 // Feature: stopped processes
 // Proves: a child stopped by SIGSTOP stays stopped, does no work, keeps its unread stop report, and
 // goes on after SIGCONT.
-// Unsupported: capture-restore: stopped by job control before the first checkpoint, and hardly ever running
-// Unsupported: increments: stopped by job control before the first checkpoint, and hardly ever running
-// Unsupported: failover: stopped by job control before the first checkpoint, and hardly ever running
-// Unsupported: switchover: stopped by job control before the first checkpoint, and hardly ever running
+// Unsupported: capture-restore: stopped by job control before the first checkpoint
+// Unsupported: increments: stopped by job control before the first checkpoint
+// Unsupported: failover: stopped by job control before the first checkpoint
+// Unsupported: switchover: stopped by job control before the first checkpoint
 #include "guest.h"
 
 int main(int argc, char **argv) {
