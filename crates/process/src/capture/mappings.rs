@@ -31,7 +31,7 @@ pub struct ProcessCache {
     flags: Vec<Flags>,
     /// Not before then are they read again.
     flags_next: Option<Instant>,
-    /// How often they were read.
+    /// How often what is known of them has changed.
     flags_read: u64,
     /// The mappings as described when mappings, flags and droppable memory were these.
     described: Vec<Mapping>,
@@ -79,7 +79,9 @@ impl ProcessCache {
             self.flags_read += 1;
             self.flags_next = Some(began + (processor_time() - used) * FLAGS_SHARE);
         }
-        for mapping in &mut captured.mappings {
+        // Droppable memory is what mmap(2) made it; most advice is refused there.
+        let advised = |mapping: &&mut Mapping| mapping.flags & flag::DROPPABLE == 0;
+        for mapping in captured.mappings.iter_mut().filter(advised) {
             let known = self.flags_at(mapping.range.start.0);
             if let Some(known) = known.filter(|known| known.end == mapping.range.end.0) {
                 mapping.flags = mapping.flags & LASTING | flags_of(known);
@@ -87,6 +89,19 @@ impl ProcessCache {
             }
         }
         Ok(())
+    }
+
+    /// What was read of memory that has been mapped anew since then was said of another mapping.
+    fn forget_flags(&mut self, fresh: &[GuestRange]) {
+        let known = self.flags.len();
+        for range in fresh {
+            let from = self.flags.partition_point(|flags| flags.end <= range.start.0);
+            let to = self.flags.partition_point(|flags| flags.start < range.end.0);
+            self.flags.drain(from..to.max(from));
+        }
+        if self.flags.len() < known {
+            self.flags_read += 1;
+        }
     }
 
     fn flags_at(&self, start: u64) -> Option<&Flags> {
@@ -105,6 +120,7 @@ pub fn describe(process: &mut Process, shared: &mut SharedTable) -> ObjectResult
         process.cache.exe = Some(processes::link(pid, "exe")?);
     }
     let cache = &mut process.cache;
+    cache.forget_flags(&space.fresh);
     let state = Some((space.lines_read, cache.flags_read, space.droppable.clone()));
     if cache.described_of == state {
         for line in space.lines.iter().filter(|line| is_shared_memory(line)) {
@@ -133,12 +149,13 @@ fn describe_line(
     cache: &ProcessCache,
     shared: &mut SharedTable,
 ) -> ObjectResult<Mapping> {
-    let known = cache.flags_at(line.start);
+    let droppable = space.droppable_flags(line);
+    let known = cache.flags_at(line.start).filter(|_| droppable == 0);
     Ok(Mapping {
         range: GuestRange::new(line.start, line.end),
         protection: line.protection,
         backing: backing(pid, line, shared)?,
-        flags: flags(line, known) | space.droppable_flags(line),
+        flags: flags(line, known) | droppable,
         protection_key: known.map_or(0, |known| known.protection_key),
         name: anonymous_name(line),
     })
@@ -219,4 +236,62 @@ fn flags_of(known: &Flags) -> u32 {
 fn processor_time() -> Duration {
     let time = nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID);
     time.map_or(Duration::ZERO, Duration::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn known(start: u64, end: u64, code: [u8; 2]) -> Flags {
+        Flags { start, end, codes: vec![code], protection_key: 0 }
+    }
+
+    fn mapping(start: u64, end: u64, flags: u32) -> Mapping {
+        Mapping {
+            range: GuestRange::new(start, end),
+            protection: 3,
+            backing: Backing::Anonymous,
+            flags,
+            protection_key: 0,
+            name: None,
+        }
+    }
+
+    /// A cache that was filled a moment ago, so that nothing is read.
+    fn cache(flags: Vec<Flags>) -> ProcessCache {
+        let next = Some(Instant::now() + Duration::from_secs(3600));
+        ProcessCache { flags, flags_next: next, ..ProcessCache::new(HostPid(1)) }
+    }
+
+    #[test]
+    fn flags_of_what_stood_there_before_are_forgotten() {
+        let mut cache = cache(vec![
+            known(0x1000, 0x3000, *b"dc"),
+            known(0x3000, 0x5000, *b"wf"),
+            known(0x5000, 0x9000, *b"wf"),
+            known(0x9000, 0xa000, *b"dd"),
+        ]);
+        cache.forget_flags(&[GuestRange::new(0xb000, 0xc000)]);
+        assert_eq!((cache.flags.len(), cache.flags_read), (4, 0));
+        cache.forget_flags(&[GuestRange::new(0x4000, 0x6000)]);
+        let left: Vec<u64> = cache.flags.iter().map(|flags| flags.start).collect();
+        assert_eq!((left, cache.flags_read), (vec![0x1000, 0x9000], 1));
+    }
+
+    #[test]
+    fn what_is_known_late_is_not_said_of_droppable_memory() {
+        let mut cache = cache(vec![known(0x1000, 0x2000, *b"rr"), known(0x2000, 0x3000, *b"rr")]);
+        let made = flag::DROPPABLE | flag::WIPE_ON_FORK | flag::DONT_DUMP;
+        let mut captured = AddressSpace {
+            id: hotspare_image::memory::MmId(1),
+            mappings: vec![mapping(0x1000, 0x2000, made), mapping(0x2000, 0x3000, 0)],
+            layout: Layout::default(),
+            exe: HostPath::default(),
+            fresh: Vec::new(),
+            reset: false,
+        };
+        cache.refresh_flags(HostPid(1), &mut captured).expect("nothing is read");
+        assert_eq!(captured.mappings[0].flags, made);
+        assert_eq!(captured.mappings[1].flags, flag::RANDOM);
+    }
 }
