@@ -1,6 +1,7 @@
 // Feature: POSIX timers
 // Proves: timers that notify by process signal, by thread signal and not at all keep their ids,
-// clocks, values, intervals and targets, and a blocked periodic one counts its overruns.
+// clocks, values, intervals and targets, and a blocked periodic one counts its overruns (those
+// before a checkpoint that finds its signal waiting are not known; see LIMITS.md).
 #include "guest.h"
 
 #define PERIOD_MS 2
@@ -67,6 +68,7 @@ int main(int argc, char **argv) {
     arm(silent, 0, after_ms(5000000), 7000);
     arm(overrun, 0, after_ms(PERIOD_MS), PERIOD_MS);
     arm(absolute, TIMER_ABSTIME, after_ms(mono_ms() + 9000000), 0);
+    int overran = 0;
     STEPS {
         long before[2] = {process_ticks, thread_ticks};
         nap();
@@ -84,11 +86,15 @@ int main(int argc, char **argv) {
         EQ(left(idle).it_value.tv_sec + left(idle).it_value.tv_nsec, 0);
         FAILS(syscall(SYS_timer_settime, gap, 0, &(struct itimerspec){0}, NULL), EINVAL);
         siginfo_t info;
-        EQ(SYS(sigtimedwait(&blocked, &info, &(struct timespec){LATE_MS_MAX / 1000, 0})),
-           SIGRTMIN + 3);
+        // Its own handlers interrupt this wait.
+        int got;
+        do got = sigtimedwait(&blocked, &info, &(struct timespec){LATE_MS_MAX / 1000, 0});
+        while (got < 0 && errno == EINTR);
+        EQ(got, SIGRTMIN + 3);
         EQ(info.si_value.sival_int, 42);
         CHECK(info.si_overrun >= 0 && info.si_overrun <= elapsed_ms / PERIOD_MS);
-        if (g.step_ms >= 10 * PERIOD_MS) CHECK(info.si_overrun > 0);
+        overran += info.si_overrun > 0;
     }
+    if (g.step_ms >= 10 * PERIOD_MS) CHECK(overran > g.steps / 2);
     return guest_pass();
 }

@@ -7,7 +7,7 @@ use crate::error::{KernelError, Result};
 use crate::ptrace::HostPid;
 
 /// A line of `/proc/PID/maps`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MapLine {
     /// First byte.
     pub start: u64,

@@ -66,14 +66,16 @@ impl ProcessCache {
 
     /// Reads again what madvise(2) and mlock(2) leave in no line of maps, and enters it into what
     /// has just been captured. The kernel counts all pages to answer, so this is not for the
-    /// pause, nor for every epoch of a large process: what changed between may arrive late.
+    /// pause, nor for every epoch of a large process: what changed between may arrive late, unless
+    /// this is the `last` checkpoint.
     pub(crate) fn refresh_flags(
         &mut self,
         pid: HostPid,
         captured: &mut AddressSpace,
+        last: bool,
     ) -> ObjectResult<()> {
         let began = Instant::now();
-        if self.flags_next.is_none_or(|next| next <= began) {
+        if last || self.flags_next.is_none_or(|next| next <= began) {
             let used = processor_time();
             self.flags = proc_maps::flags(pid)?;
             self.flags_read += 1;
@@ -92,14 +94,21 @@ impl ProcessCache {
     }
 
     /// What was read of memory that has been mapped anew since then was said of another mapping.
-    fn forget_flags(&mut self, fresh: &[GuestRange]) {
-        let known = self.flags.len();
+    /// Of the new one only what mlockall(2) with `MCL_FUTURE` makes it is known.
+    fn forget_flags(&mut self, fresh: &[GuestRange], lines: &[MapLine]) {
         for range in fresh {
             let from = self.flags.partition_point(|flags| flags.end <= range.start.0);
             let to = self.flags.partition_point(|flags| flags.start < range.end.0);
-            self.flags.drain(from..to.max(from));
-        }
-        if self.flags.len() < known {
+            let new = lines.iter().filter(|line| {
+                self.layout.lock_future && range.start.0 <= line.start && line.end <= range.end.0
+            });
+            let locked = new.map(|line| Flags {
+                start: line.start,
+                end: line.end,
+                codes: vec![*b"lo"],
+                protection_key: 0,
+            });
+            self.flags.splice(from..to.max(from), locked);
             self.flags_read += 1;
         }
     }
@@ -120,7 +129,7 @@ pub fn describe(process: &mut Process, shared: &mut SharedTable) -> ObjectResult
         process.cache.exe = Some(processes::link(pid, "exe")?);
     }
     let cache = &mut process.cache;
-    cache.forget_flags(&space.fresh);
+    cache.forget_flags(&space.fresh, &space.lines);
     let state = Some((space.lines_read, cache.flags_read, space.droppable.clone()));
     if cache.described_of == state {
         for line in space.lines.iter().filter(|line| is_shared_memory(line)) {
@@ -271,11 +280,24 @@ mod tests {
             known(0x5000, 0x9000, *b"wf"),
             known(0x9000, 0xa000, *b"dd"),
         ]);
-        cache.forget_flags(&[GuestRange::new(0xb000, 0xc000)]);
+        cache.forget_flags(&[], &[]);
         assert_eq!((cache.flags.len(), cache.flags_read), (4, 0));
-        cache.forget_flags(&[GuestRange::new(0x4000, 0x6000)]);
+        cache.forget_flags(&[GuestRange::new(0x4000, 0x6000)], &[]);
         let left: Vec<u64> = cache.flags.iter().map(|flags| flags.start).collect();
         assert_eq!((left, cache.flags_read), (vec![0x1000, 0x9000], 1));
+    }
+
+    #[test]
+    fn new_memory_is_locked_where_all_future_memory_is() {
+        let mut cache = cache(vec![known(0x1000, 0x3000, *b"dc"), known(0x9000, 0xa000, *b"dd")]);
+        let line = |start, end| MapLine { start, end, ..MapLine::default() };
+        let lines = [line(0x1000, 0x2000), line(0x2000, 0x3000), line(0x9000, 0xa000)];
+        cache.forget_flags(&[GuestRange::new(0x2000, 0x3000)], &lines);
+        assert!(cache.flags_at(0x2000).is_none());
+        cache.layout.lock_future = true;
+        cache.forget_flags(&[GuestRange::new(0x1000, 0x3000)], &lines);
+        let born = |start| cache.flags_at(start).is_some_and(|flags| flags.has(b"lo"));
+        assert!(born(0x1000) && born(0x2000) && !born(0x9000));
     }
 
     #[test]
@@ -290,7 +312,7 @@ mod tests {
             fresh: Vec::new(),
             reset: false,
         };
-        cache.refresh_flags(HostPid(1), &mut captured).expect("nothing is read");
+        cache.refresh_flags(HostPid(1), &mut captured, false).expect("nothing is read");
         assert_eq!(captured.mappings[0].flags, made);
         assert_eq!(captured.mappings[1].flags, flag::RANDOM);
     }

@@ -333,13 +333,14 @@ impl Guest {
     }
 
     /// Reads the flags of mappings again and enters them into a checkpoint that has just been
-    /// taken; to be called while the guest runs. Where that fails, they stay as they were last.
+    /// taken; to be called when the guest runs, or is held for good and nothing may be late any
+    /// more. Where that fails, they stay as they were last.
     pub fn refresh_flags(&mut self, checkpoint: &mut Checkpoint) {
         for process in self.processes.values_mut() {
             let Some(space) = &process.space else { continue };
             let mut captured = checkpoint.spaces.iter_mut();
             let Some(captured) = captured.find(|one| one.id == space.id) else { continue };
-            if let Err(error) = process.cache.refresh_flags(process.pid, captured) {
+            if let Err(error) = process.cache.refresh_flags(process.pid, captured, self.held) {
                 tracing::debug!(%error, pid = %process.pid, "flags of mappings not read");
             }
         }
