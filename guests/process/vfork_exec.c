@@ -1,7 +1,6 @@
 // Feature: vfork and exec all the time
 // Proves: four threads that start children with vfork and exec without a pause get every exit
 // status, argument and environment string right.
-// Unsupported: increments: mostly in vfork, which checkpoints wait for: fewer than 50 fit
 #include "guest.h"
 
 extern char **environ;

@@ -5,7 +5,8 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use serde_json::{Value, json};
@@ -14,6 +15,8 @@ use crate::agent::{Agent, Message};
 use crate::switchover::Asker;
 
 const DIRECTORY: &str = "/run/hotspare";
+/// How long a client may take to ask, and an agent to answer what needs no waiting.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// Exit status of a switchover that came to nothing.
 const NOT_MOVED: u8 = 1;
 
@@ -27,14 +30,18 @@ pub fn serve(agent: &Agent) -> anyhow::Result<()> {
     let agent = agent.clone();
     std::thread::Builder::new().name("control".into()).spawn(move || {
         for stream in listener.incoming().flatten() {
+            // A switchover takes a while, and `status` is wanted meanwhile.
+            let agent = agent.clone();
             // A client that goes away in the middle is its own affair.
-            let _ = answer(&agent, stream);
+            let serve = move || drop(answer(&agent, stream));
+            let _ = std::thread::Builder::new().name("control".into()).spawn(serve);
         }
     })?;
     Ok(())
 }
 
 fn answer(agent: &Agent, stream: UnixStream) -> std::io::Result<()> {
+    stream.set_read_timeout(Some(PATIENCE))?;
     let mut line = String::new();
     BufReader::new(&stream).read_line(&mut line)?;
     let answer = match line.trim() {
@@ -77,21 +84,37 @@ fn ask_all(request: &str) -> anyhow::Result<Vec<(PathBuf, Value)>> {
             continue;
         }
         match UnixStream::connect(&path) {
-            Ok(mut stream) => {
-                let mut line = String::new();
-                let asked = writeln!(stream, "{request}");
-                let heard = asked.and_then(|()| BufReader::new(stream).read_line(&mut line));
-                if !matches!(heard, Ok(1..)) {
-                    // It has ended just now.
-                    continue;
+            Ok(stream) => {
+                // Otherwise it has ended just now.
+                if let Some(answer) = ask(&stream, request, &path) {
+                    answers.push((path, answer));
                 }
-                answers.push((path, serde_json::from_str(&line).unwrap_or(Value::Null)));
             }
             // Left behind by an agent that was killed.
             Err(_) => drop(std::fs::remove_file(&path)),
         }
     }
     Ok(answers)
+}
+
+/// The answer of the agent behind `path`, if it lives. One that is silent is told of.
+fn ask(mut stream: &UnixStream, request: &str, path: &Path) -> Option<Value> {
+    let mut line = String::new();
+    let asked =
+        stream.set_read_timeout(Some(PATIENCE)).and_then(|()| writeln!(stream, "{request}"));
+    match asked.and_then(|()| BufReader::new(stream).read_line(&mut line)) {
+        Ok(1..) => Some(serde_json::from_str(&line).unwrap_or(Value::Null)),
+        Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+            let agent = path.file_stem().unwrap_or_default().to_string_lossy();
+            eprintln!(
+                "hotspare: the agent with pid {agent} has not answered for {} s: is it stopped \
+                 (`ps -o stat {agent}` says T)? Then `kill -CONT {agent}`",
+                PATIENCE.as_secs()
+            );
+            None
+        }
+        _ => None,
+    }
 }
 
 /// `hotspare status`.

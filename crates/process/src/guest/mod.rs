@@ -56,6 +56,8 @@ pub struct Guest {
     /// When the first wait that was made again is late.
     kick: Option<Instant>,
     next_mm: u32,
+    /// Stops given up since the last good one, because a thread was in vfork(2).
+    vfork_refusals: u32,
 }
 
 impl Guest {
@@ -95,6 +97,7 @@ impl Guest {
             root_status: None,
             kick: None,
             next_mm: 1,
+            vfork_refusals: 0,
         })
     }
 
@@ -164,30 +167,34 @@ impl Guest {
             }
             Waited::Stopped(tid, stop) => {
                 self.note_stop(tid, stop)?;
-                match stop {
-                    Stop::Signal(signal) => self.settle(tid, Next::Signal(signal))?,
-                    Stop::Interrupted => self.settle(tid, Next::GoOn)?,
-                    Stop::Group(_)
-                    | Stop::Born { .. }
-                    | Stop::VforkDone
-                    | Stop::Exec { .. }
-                    | Stop::Exiting { .. }
-                    | Stop::Syscall => {}
-                }
-                let resumed = match stop {
-                    Stop::Signal(signal) => ptrace::cont(tid, signal),
-                    Stop::Group(_) => ptrace::listen(tid),
-                    Stop::Interrupted
-                    | Stop::Born { .. }
-                    | Stop::VforkDone
-                    | Stop::Exec { .. }
-                    | Stop::Exiting { .. }
-                    | Stop::Syscall => ptrace::cont(tid, 0),
-                };
-                gone_is_fine(resumed)?;
+                self.go_on(tid, stop)?;
                 Ok(true)
             }
         }
+    }
+
+    /// Lets a thread go on from a stop that is no business of ours.
+    fn go_on(&mut self, tid: HostPid, stop: Stop) -> ObjectResult<()> {
+        match stop {
+            Stop::Signal(signal) => self.settle(tid, Next::Signal(signal))?,
+            Stop::Interrupted => self.settle(tid, Next::GoOn)?,
+            Stop::Group(_)
+            | Stop::Born { .. }
+            | Stop::VforkDone
+            | Stop::Exec { .. }
+            | Stop::Exiting { .. }
+            | Stop::Syscall => {}
+        }
+        gone_is_fine(match stop {
+            Stop::Signal(signal) => ptrace::cont(tid, signal),
+            Stop::Group(_) => ptrace::listen(tid),
+            Stop::Interrupted
+            | Stop::Born { .. }
+            | Stop::VforkDone
+            | Stop::Exec { .. }
+            | Stop::Exiting { .. }
+            | Stop::Syscall => ptrace::cont(tid, 0),
+        })
     }
 
     /// Whether the guest stands still after the next checkpoint that succeeds, until

@@ -30,6 +30,8 @@ pub struct Process {
     pub(crate) cache: ProcessCache,
     /// It runs in its parent's memory until it calls execve or ends (vfork(2)).
     pub(crate) borrows_memory: bool,
+    /// Its parent waits for that (vfork(2)), so it must run for the parent to stop.
+    pub(crate) keeps_parent: bool,
 }
 
 /// A thread.
@@ -132,6 +134,7 @@ impl Guest {
             stub: None,
             cache: ProcessCache::new(pid),
             borrows_memory,
+            keeps_parent: false,
         };
         self.processes.insert(pid, process);
         Ok(())
@@ -160,6 +163,9 @@ impl Guest {
                     && let Some(thread) = self.threads.get_mut(&tid)
                 {
                     thread.in_vfork = true;
+                    if let Some(process) = self.processes.get_mut(&child) {
+                        process.keeps_parent = process.borrows_memory;
+                    }
                 }
             }
             Stop::VforkDone => {
@@ -190,6 +196,7 @@ impl Guest {
             process.stub = None;
             process.cache = ProcessCache::new(tid);
             process.borrows_memory = false;
+            process.keeps_parent = false;
         }
         if let Some(thread) = self.threads.get_mut(&tid) {
             thread.restart = None;

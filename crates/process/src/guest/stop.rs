@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use hotspare_kernel::HostPid;
 use hotspare_kernel::ptrace::{self, Stop, Waited, Whose};
 
+use super::register::Thread;
 use super::waits::Next;
 use super::{Guest, gone_is_fine};
 use crate::objects::error::{ObjectError, ObjectResult};
@@ -27,12 +28,15 @@ pub enum Held {
 
 /// Longest wait for a thread that does not stop (it sleeps where only SIGKILL reaches).
 const STOP_LIMIT: Duration = Duration::from_millis(20);
+/// So often in a row a stop is put off because of a vfork(2) under way, which is mostly short.
+const VFORK_REFUSALS: u32 = 3;
 
 impl Guest {
     /// Stops every thread. On failure those that stopped run on.
     ///
-    /// A thread in vfork(2) cannot be stopped before its child calls execve: that is a passing
-    /// state, reported as [`ObjectError::Transient`].
+    /// A thread in vfork(2) cannot be stopped before its child calls execve. That is a passing
+    /// state, reported as [`ObjectError::Transient`]; but to a guest that is in it most of the time
+    /// it happens again and again, and then the stop waits for the child.
     pub(crate) fn stop_all(&mut self) -> ObjectResult<()> {
         let stopped = self.try_stop_all();
         if stopped.is_err() {
@@ -42,8 +46,9 @@ impl Guest {
     }
 
     fn try_stop_all(&mut self) -> ObjectResult<()> {
-        self.refuse_vfork()?;
-        for tid in self.threads.keys() {
+        self.put_off_for_vfork()?;
+        let to_stop = self.threads.keys().filter(|tid| !self.keeps_parent(**tid));
+        for tid in to_stop {
             gone_is_fine(ptrace::interrupt(*tid))?;
         }
         let deadline = Instant::now() + STOP_LIMIT;
@@ -55,27 +60,38 @@ impl Guest {
                 Waited::Ended(tid, status) => self.note_end(tid, status),
                 Waited::Stopped(tid, stop) => self.hold(tid, stop)?,
             }
-            self.refuse_vfork()?;
         }
+        self.vfork_refusals = 0;
         Ok(())
     }
 
-    fn refuse_vfork(&self) -> ObjectResult<()> {
-        match self.threads.values().find(|thread| thread.in_vfork) {
-            Some(thread) => Err(ObjectError::transient(
-                format!("thread {}", thread.guest_tid),
-                "waits for the child of a vfork",
-            )),
-            None => Ok(()),
+    fn put_off_for_vfork(&mut self) -> ObjectResult<()> {
+        let Some(thread) = self.threads.values().find(|thread| thread.in_vfork) else {
+            return Ok(());
+        };
+        if self.vfork_refusals >= VFORK_REFUSALS {
+            return Ok(());
         }
+        self.vfork_refusals += 1;
+        let what = format!("thread {}", thread.guest_tid);
+        Err(ObjectError::transient(what, "waits for the child of a vfork"))
+    }
+
+    /// Whether this thread must run for its parent to come out of vfork(2).
+    fn keeps_parent(&self, tid: HostPid) -> bool {
+        let thread = self.threads.get(&tid);
+        let process = thread.and_then(|thread| self.processes.get(&thread.process));
+        process.is_some_and(|process| process.keeps_parent)
     }
 
     fn stubborn(&self) -> ObjectError {
         let thread = self.threads.values().find(|thread| thread.held.is_none());
         let tid = thread.map_or(0, |thread| thread.guest_tid.0);
+        let in_vfork = thread.is_some_and(|thread| thread.in_vfork);
+        let state = if in_vfork { ", waiting for the child of a vfork" } else { "" };
         ObjectError::transient(
             format!("thread {tid}"),
-            format!("did not stop within {} ms", STOP_LIMIT.as_millis()),
+            format!("did not stop within {} ms{state}", STOP_LIMIT.as_millis()),
         )
     }
 
@@ -83,6 +99,16 @@ impl Guest {
     /// since it is still in the middle of the call.
     fn hold(&mut self, tid: HostPid, stop: Stop) -> ObjectResult<()> {
         self.note_stop(tid, stop)?;
+        if self.keeps_parent(tid) {
+            return self.go_on(tid, stop);
+        }
+        if let Stop::Born { child, .. } = stop
+            && self.keeps_parent(child)
+            && let Some(early) = self.threads.get_mut(&child)
+        {
+            // It was heard of before its birth.
+            release(early)?;
+        }
         let held = match stop {
             Stop::Interrupted => Held::Trap,
             Stop::Group(signal) => Held::Group(signal),
@@ -128,16 +154,19 @@ impl Guest {
             self.settle(tid, Next::Signal(signal))?;
         }
         for thread in self.threads.values_mut() {
-            let resumed = match thread.held.take() {
-                None => Ok(()),
-                Some(Held::Trap) => ptrace::cont(thread.tid, 0),
-                Some(Held::Signal { signal, info }) => ptrace::set_signal_info(thread.tid, &info)
-                    .and_then(|()| ptrace::cont(thread.tid, signal)),
-                Some(Held::Group(_)) => ptrace::listen(thread.tid),
-            };
-            gone_is_fine(resumed)?;
+            release(thread)?;
         }
         self.plan_kick();
         Ok(())
     }
+}
+
+fn release(thread: &mut Thread) -> ObjectResult<()> {
+    gone_is_fine(match thread.held.take() {
+        None => Ok(()),
+        Some(Held::Trap) => ptrace::cont(thread.tid, 0),
+        Some(Held::Signal { signal, info }) => ptrace::set_signal_info(thread.tid, &info)
+            .and_then(|()| ptrace::cont(thread.tid, signal)),
+        Some(Held::Group(_)) => ptrace::listen(thread.tid),
+    })
 }
