@@ -16,10 +16,11 @@ static void make(pthread_mutex_t *mutex) {
     PTH(pthread_mutex_init(mutex, &kind));
 }
 
-static _Atomic bool held;
+static _Atomic bool held, seen;
 static void *hold_and_die(void *argument) {
     PTH(pthread_mutex_lock(&board->by_thread));
     held = true;
+    while (!seen) nap_ms(1);
     nap();
     return argument;
 }
@@ -47,13 +48,14 @@ int main(int argc, char **argv) {
     start(hold_on, NULL);
     while (!held) sched_yield();
     STEPS {
-        held = false;
+        held = seen = false;
         struct peer peer = peer_start(hold);
         peer_ask(&peer, g.step);
         pthread_t thread = start(hold_and_die, NULL);
         while (!held) sched_yield();
         EQ(pthread_mutex_trylock(&board->by_thread), EBUSY);
         EQ(pthread_mutex_trylock(&board->by_process), EBUSY);
+        seen = true;
         join(thread);
         recover(&board->by_thread);
         SYS(kill(peer.pid, SIGKILL));

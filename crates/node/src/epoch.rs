@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use hotspare_files::ReplicatedDir;
+use hotspare_files::{ChangeSet, ReplicatedDir};
 use hotspare_image::{Checkpoint, Epoch, NodeId, Position, Term};
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::capture::objects::ObjectCapture;
@@ -354,7 +354,16 @@ impl EpochMaker {
 
     /// Stops the guest and takes the rest; false if it was too much.
     fn stop_and_take(&mut self) -> ObjectResult<bool> {
-        let Some((mut captured, changes)) = self.take()? else {
+        let (captured, changes) = self.take();
+        if let Some(open) = &mut self.open {
+            // What was cut is gone from the directories: it goes with this epoch, whatever
+            // became of this attempt.
+            for (index, change) in changes {
+                let chunks = change.into_chunks(PIECE_BYTES as usize);
+                open.outgoing.add_files(index, CHUNK_CHANGES, chunks);
+            }
+        }
+        let Some(mut captured) = captured? else {
             if let Some(open) = &mut self.open {
                 open.tries += 1;
             }
@@ -372,23 +381,20 @@ impl EpochMaker {
         let runs = std::mem::take(&mut captured.runs);
         open.pages += runs.iter().map(PageRun::pages).sum::<u64>();
         open.outgoing.add_runs(runs);
-        for (index, change) in changes.into_iter().enumerate() {
-            let chunks = change.into_chunks(PIECE_BYTES as usize);
-            open.outgoing.add_files(index, CHUNK_CHANGES, chunks);
-        }
         open.outgoing.add_state(captured.checkpoint.to_bytes());
         open.captured = Some(captured);
         Ok(true)
     }
 
-    fn take(&mut self) -> ObjectResult<Option<(Captured, Vec<hotspare_files::ChangeSet>)>> {
+    /// A try, and what it has cut of which directory, even if it failed.
+    fn take(&mut self) -> (ObjectResult<Option<Captured>>, Vec<(usize, ChangeSet)>) {
         let tries = self.open.as_ref().map_or(0, |open| open.tries);
         let Self { guest, objects, directories, network, hold, .. } = self;
         let mut changes = Vec::new();
         let mut cut = || {
-            for directory in directories.iter() {
+            for (index, directory) in directories.iter().enumerate() {
                 directory.flush().map_err(files_failed)?;
-                changes.push(directory.cut().map_err(files_failed)?);
+                changes.push((index, directory.cut().map_err(files_failed)?));
             }
             Ok(())
         };
@@ -402,8 +408,8 @@ impl EpochMaker {
         let all = self.stop_and_copy;
         let mut rules = CheckpointRules { objects: &mut take, copy_all: all };
         let most = if all { u64::MAX } else { REST_PAGES_MAX.saturating_mul(1 << tries.min(40)) };
-        let captured = guest.checkpoint(most, &mut rules, &mut cut)?;
-        Ok(captured.map(|captured| (captured, changes)))
+        let captured = guest.checkpoint(most, &mut rules, &mut cut);
+        (captured, changes)
     }
 }
 

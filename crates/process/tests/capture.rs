@@ -303,3 +303,47 @@ fn a_mapping_that_loses_its_tracking_by_a_move_next_to_it_loses_no_write() {
     assert!(compared > 0 && guest.is_alive(), "{compared} pages compared");
     end(guest);
 }
+
+/// Tries until no passing state is in the way.
+fn checkpoint(guest: &mut Guest) -> Captured {
+    let mut rules = CheckpointRules { objects: &mut |_, _, _| Ok(()), copy_all: false };
+    loop {
+        guest.pump(&[], Duration::from_millis(5)).expect("pumps");
+        match guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(())) {
+            Err(ObjectError::Transient { .. }) => {}
+            taken => return taken.expect("takes").expect("little is left"),
+        }
+    }
+}
+
+/// A process that is killed while it stands still begins to leave at once: its robust mutexes are
+/// handed on in memory that is being copied. Such a checkpoint must not be.
+#[test]
+fn a_process_killed_in_the_pause_spoils_the_checkpoint() {
+    for stays_held in [false, true] {
+        let mut guest = begin("sleep 1000 & sleep 2000 & wait");
+        while guest.processes().count() < 3 {
+            guest.pump(&[], Duration::from_millis(5)).expect("pumps");
+        }
+        checkpoint(&mut guest);
+        let victim = guest.processes().last().expect("a child");
+        let mut kill = || {
+            let victim = nix::unistd::Pid::from_raw(victim.0);
+            nix::sys::signal::kill(victim, nix::sys::signal::SIGKILL).expect("kills");
+            Ok(())
+        };
+        guest.hold_after_checkpoint(stays_held);
+        let mut rules = CheckpointRules { objects: &mut |_, _, _| Ok(()), copy_all: false };
+        let spoilt = guest.checkpoint(u64::MAX, &mut rules, &mut kill);
+        assert!(matches!(spoilt, Err(ObjectError::Transient { .. })), "{spoilt:?}");
+        assert!(!guest.is_held());
+        let next = checkpoint(&mut guest).checkpoint;
+        let lives = |state: &ProcessState| matches!(state, ProcessState::Alive(_));
+        let alive = next.processes.iter().filter(|process| lives(&process.state)).count();
+        assert_eq!((alive, guest.is_held()), (2, stays_held));
+        if stays_held {
+            guest.thaw().expect("thaws");
+        }
+        end(guest);
+    }
+}

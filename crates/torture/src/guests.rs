@@ -107,6 +107,12 @@ impl Conditions {
         Duration::from_millis(u64::from(self.steps) * u64::from(self.step_ms))
     }
 
+    /// For 50 checkpoints a guest has to live longer, where much else runs.
+    fn of(&self, mode: Mode) -> Self {
+        let times = if mode == Mode::Increments { 2 } else { 1 };
+        Self { step_ms: self.step_ms * times, ..self.clone() }
+    }
+
     fn expected(&self) -> String {
         let steps: String = (1..=self.steps).map(|step| format!("step {step} ok\n")).collect();
         steps + "PASS\n"
@@ -137,6 +143,7 @@ pub fn run(
         let made = fs::create_dir_all(&work);
         made.map_err(|source| LabError::Io { doing: format!("make {}", work.display()), source })?;
     }
+    let conditions = &conditions.of(mode);
     let command = conditions.command(guest);
     let (status, host, said) = match (mode, &conditions.hotspare) {
         (Mode::Plain, _) => plainly(&lab, &command, conditions)?,
@@ -194,7 +201,7 @@ fn moved<'a>(
     Engine::protected(&primary)?;
     match mode {
         Mode::Plain | Mode::CaptureRestore => {}
-        Mode::Increments => wait_for_epoch(&primary, 51)?,
+        Mode::Increments => wait_for_increments(&primary)?,
         Mode::Failover | Mode::Switchover => {
             // In the first part of its life, however slow the machine is.
             let wait = Dice::new(seed).between(Duration::ZERO, conditions.length() / 2);
@@ -215,13 +222,21 @@ fn moved<'a>(
     Ok((status, lab.host(1), spare.stderr().text()))
 }
 
-fn wait_for_epoch(primary: &Process, wanted: u64) -> Result<(), LabError> {
+/// Until there were 50, or the guest has ended.
+fn wait_for_increments(primary: &Process) -> Result<(), LabError> {
+    const WANTED: u64 = 51;
     let reached = |line: &crate::lab::Line| match event(line)? {
-        Event::Epoch { epoch, .. } | Event::Protected { epoch } => (epoch >= wanted).then_some(()),
-        Event::Failover(_) | Event::Exit { .. } => None,
+        Event::Epoch { epoch, .. } | Event::Protected { epoch } => {
+            (epoch >= WANTED).then_some(true)
+        }
+        Event::Exit { .. } => Some(false),
+        Event::Failover(_) => None,
     };
-    let found = primary.stdout().find(HANG, reached);
-    found.ok_or_else(|| LabError::Deadline { what: format!("epoch {wanted}"), waited: HANG })
+    match primary.stdout().find(HANG, reached) {
+        Some(true) => Ok(()),
+        Some(false) => primary.wait(HANG).map(drop),
+        None => Err(LabError::Deadline { what: format!("epoch {WANTED}"), waited: HANG }),
+    }
 }
 
 #[cfg(test)]

@@ -207,21 +207,26 @@ impl Guest {
         parts.stop = begin.elapsed();
         let captured = self.checkpoint_stopped(backlog_max, rules, during, &mut parts);
         let resume = Instant::now();
-        let resumed = if self.stays_held && matches!(captured, Ok(Some(_))) {
-            (self.stays_held, self.held) = (false, true);
-            Ok(())
-        } else {
-            self.resume_all()
-        };
+        let stays = self.stays_held && matches!(captured, Ok(Some(_)));
+        let mut stood_still = if stays { self.all_stand_still() } else { self.resume_all() };
+        if stays {
+            match stood_still {
+                Ok(true) => (self.stays_held, self.held) = (false, true),
+                _ => stood_still = self.resume_all().map(|_| false),
+            }
+        }
         parts.resume = resume.elapsed();
         parts.total = begin.elapsed();
         self.rest.drain_into(&mut self.unsent);
-        resumed?;
-        Ok(captured?.map(|mut captured| {
-            captured.runs = std::mem::take(&mut self.unsent);
-            captured.parts = parts;
-            captured
-        }))
+        let stood_still = stood_still?;
+        let Some(mut captured) = captured? else { return Ok(None) };
+        if !stood_still {
+            return Err(ObjectError::transient("a thread", "was killed during the checkpoint"));
+        }
+        self.commit_round();
+        captured.runs = std::mem::take(&mut self.unsent);
+        captured.parts = parts;
+        Ok(Some(captured))
     }
 
     fn checkpoint_stopped(
@@ -257,7 +262,6 @@ impl Guest {
         parts.copy = clock.lap();
         during()?;
         parts.files = clock.lap();
-        self.commit_round();
         Ok(Some(Captured { checkpoint, runs: Vec::new(), parts: PauseParts::default() }))
     }
 

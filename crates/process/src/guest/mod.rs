@@ -211,7 +211,7 @@ impl Guest {
     /// Lets the guest go on that was held after a checkpoint.
     pub fn thaw(&mut self) -> ObjectResult<()> {
         self.held = false;
-        self.resume_all()
+        self.resume_all().map(drop)
     }
 
     /// Ends every process of the guest with SIGKILL.

@@ -140,8 +140,9 @@ impl Guest {
         }
     }
 
-    /// Lets every stopped thread go on as it would have.
-    pub(crate) fn resume_all(&mut self) -> ObjectResult<()> {
+    /// Lets every stopped thread go on as it would have. Returns whether all of them had stood
+    /// still until now: one that was killed meanwhile had begun to leave, and memory shows that.
+    pub(crate) fn resume_all(&mut self) -> ObjectResult<bool> {
         let signalled: Vec<_> = self
             .threads
             .values()
@@ -153,20 +154,40 @@ impl Guest {
         for (tid, signal) in signalled {
             self.settle(tid, Next::Signal(signal))?;
         }
+        let mut stood_still = true;
         for thread in self.threads.values_mut() {
-            release(thread)?;
+            stood_still &= release(thread)?;
         }
         self.plan_kick();
-        Ok(())
+        Ok(stood_still)
+    }
+
+    /// Whether all threads still stand still.
+    pub(crate) fn all_stand_still(&self) -> ObjectResult<bool> {
+        for tid in self.threads.keys() {
+            if !was_there(ptrace::signal_info(*tid).map(drop))? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }
 
-fn release(thread: &mut Thread) -> ObjectResult<()> {
-    gone_is_fine(match thread.held.take() {
+/// Lets a thread go on; false if it is not stopped any more, since it was killed.
+fn release(thread: &mut Thread) -> ObjectResult<bool> {
+    was_there(match thread.held.take() {
         None => Ok(()),
         Some(Held::Trap) => ptrace::cont(thread.tid, 0),
         Some(Held::Signal { signal, info }) => ptrace::set_signal_info(thread.tid, &info)
             .and_then(|()| ptrace::cont(thread.tid, signal)),
         Some(Held::Group(_)) => ptrace::listen(thread.tid),
     })
+}
+
+fn was_there(result: hotspare_kernel::Result<()>) -> ObjectResult<bool> {
+    match result {
+        Ok(()) => Ok(true),
+        Err(error) if error.is_died() => Ok(false),
+        Err(error) => Err(error.into()),
+    }
 }
