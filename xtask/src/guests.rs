@@ -11,6 +11,7 @@ use clap::Args;
 use hotspare_torture::dice::Dice;
 use hotspare_torture::guests::{Conditions, Guest, Mode, read_list, run};
 
+use crate::pool::side_by_side;
 use crate::{call, tree};
 
 #[derive(Debug, Args)]
@@ -85,13 +86,9 @@ pub fn table(arguments: &GuestArguments) -> Result<(u64, u64)> {
         step_ms: arguments.step_ms,
     };
     let guests = chosen(&arguments.guests)?;
-    let jobs = Mutex::new(jobs(&guests, &modes, arguments).into_iter());
+    let jobs = jobs(&guests, &modes, arguments);
     let scores = Mutex::new(BTreeMap::<(String, Mode), Score>::new());
-    std::thread::scope(|scope| {
-        for _ in 0..arguments.jobs.max(1) {
-            scope.spawn(|| work(&jobs, &scores, &conditions));
-        }
-    });
+    side_by_side(arguments.jobs, jobs, |job| work(job, &scores, &conditions));
     let scores = scores.into_inner().unwrap_or_default();
     print_table(&guests, &modes, &scores);
     let passed = scores.values().map(|score| score.passed).sum();
@@ -135,25 +132,19 @@ fn jobs(guests: &[Guest], modes: &[Mode], arguments: &GuestArguments) -> Vec<Job
     jobs
 }
 
-fn work(
-    jobs: &Mutex<impl Iterator<Item = Job>>,
-    scores: &Mutex<BTreeMap<(String, Mode), Score>>,
-    conditions: &Conditions,
-) {
-    let next = || jobs.lock().ok()?.next();
-    while let Some(Job { guest, mode, seed }) = next() {
-        let wrong = match run(&guest, mode, conditions, seed) {
-            Ok(None) => None,
-            Ok(Some(wrong)) => Some(wrong),
-            Err(error) => Some(error.to_string()),
-        };
-        if let Some(wrong) = &wrong {
-            println!("FAILED {} {} (seed {seed}): {wrong}\n", guest.name, mode.name());
-        }
-        if let Ok(mut scores) = scores.lock() {
-            let score = scores.entry((guest.name, mode)).or_default();
-            *if wrong.is_none() { &mut score.passed } else { &mut score.failed } += 1;
-        }
+fn work(job: Job, scores: &Mutex<BTreeMap<(String, Mode), Score>>, conditions: &Conditions) {
+    let Job { guest, mode, seed } = job;
+    let wrong = match run(&guest, mode, conditions, seed) {
+        Ok(None) => None,
+        Ok(Some(wrong)) => Some(wrong),
+        Err(error) => Some(error.to_string()),
+    };
+    if let Some(wrong) = &wrong {
+        println!("FAILED {} {} (seed {seed}): {wrong}\n", guest.name, mode.name());
+    }
+    if let Ok(mut scores) = scores.lock() {
+        let score = scores.entry((guest.name, mode)).or_default();
+        *if wrong.is_none() { &mut score.passed } else { &mut score.failed } += 1;
     }
 }
 

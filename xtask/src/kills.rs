@@ -1,5 +1,6 @@
 //! Kills at random instants over all real programs.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -9,6 +10,7 @@ use hotspare_torture::programs::{
     Change, Program, build_examples, by_name, missing_commands, programs, run_with_change,
 };
 
+use crate::pool::side_by_side;
 use crate::tree;
 
 #[derive(Debug, Args)]
@@ -32,6 +34,9 @@ pub struct KillArguments {
     /// Milliseconds between two checkpoints
     #[arg(long, default_value_t = 100)]
     epoch_ms: u64,
+    /// How many at once; outages are longer then
+    #[arg(long, default_value_t = 1)]
+    jobs: usize,
 }
 
 impl Default for KillArguments {
@@ -39,7 +44,7 @@ impl Default for KillArguments {
     fn default() -> KillArguments {
         let count = programs().len() as u64;
         let (exact_seed, switchover, programs) = (None, false, vec![]);
-        KillArguments { count, seed: 1, exact_seed, switchover, programs, epoch_ms: 100 }
+        KillArguments { count, seed: 1, exact_seed, switchover, programs, epoch_ms: 100, jobs: 1 }
     }
 }
 
@@ -67,22 +72,20 @@ pub fn all(arguments: &KillArguments) -> Result<(u64, u64)> {
     let dice = Dice::new(arguments.seed);
     let epoch = Duration::from_millis(arguments.epoch_ms);
     let change = if arguments.switchover { Change::Planned } else { Change::Death };
-    let (mut passed, mut failed) = (0, 0);
-    for number in 0..arguments.count {
+    let passed = AtomicU64::new(0);
+    side_by_side(arguments.jobs, 0..arguments.count, |number| {
         let program = &chosen[(number % chosen.len() as u64) as usize];
         let seed = arguments.exact_seed.unwrap_or_else(|| dice.part(number).roll());
         match run_with_change(program, seed, binary.clone(), epoch, change) {
             Ok(run) => {
                 println!("{run}");
-                *if run.is_good() { &mut passed } else { &mut failed } += 1;
+                passed.fetch_add(u64::from(run.is_good()), Ordering::Relaxed);
             }
-            Err(error) => {
-                println!("{:<15} seed {seed:<20} FAILED {error}", program.name);
-                failed += 1;
-            }
+            Err(error) => println!("{:<15} seed {seed:<20} FAILED {error}", program.name),
         }
-    }
-    Ok((passed, failed))
+    });
+    let passed = passed.into_inner();
+    Ok((passed, arguments.count - passed))
 }
 
 fn chosen(names: &[String]) -> Result<Vec<Program>> {

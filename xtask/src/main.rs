@@ -7,6 +7,7 @@ mod connections;
 mod fuzz;
 mod guests;
 mod kills;
+mod pool;
 mod tidy;
 mod tree;
 

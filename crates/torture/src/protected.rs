@@ -151,13 +151,21 @@ impl Engine {
         status[name].as_u64()
     }
 
-    /// Waits until a spare could take over from `primary`.
+    /// Waits until a spare could take over from `primary`; fails if the guest ends before that.
     pub fn protected(primary: &Process) -> Result<u64, LabError> {
         let epoch = |line: &Line| match event(line)? {
-            Event::Protected { epoch } => Some(epoch),
-            Event::Epoch { .. } | Event::Failover(_) | Event::Exit { .. } => None,
+            Event::Protected { epoch } => Some(Some(epoch)),
+            Event::Exit { .. } => Some(None),
+            Event::Epoch { .. } | Event::Failover(_) => None,
         };
-        primary.stdout().find(HANG, epoch).ok_or_else(|| missing("protection", primary))
+        let found = primary.stdout().find(HANG, epoch).flatten();
+        found.ok_or_else(|| missing("protection", primary))
+    }
+
+    /// Whether `primary` has said that its guest has ended by itself.
+    pub fn is_over(primary: &Process) -> bool {
+        let is_end = |line: &Line| matches!(event(line), Some(Event::Exit { .. }));
+        primary.stdout().lines().iter().any(is_end)
     }
 
     /// Waits until `spare` has taken over.
