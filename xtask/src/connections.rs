@@ -26,7 +26,7 @@ pub struct ConnectionArguments {
 pub fn connections(arguments: &ConnectionArguments) -> Result<()> {
     let binary = tree::build_hotspare()?;
     let dice = Dice::new(arguments.seed);
-    let (mut idle, mut busy, mut failed) = (0, 0, 0);
+    let (mut idle, mut busy, mut late, mut failed) = (0, 0, 0, 0);
     let mut resets: Vec<Duration> = Vec::new();
     for number in arguments.first..arguments.first + arguments.rounds {
         let (seed, ipv6) = (dice.part(number).roll(), number % 2 == 1);
@@ -35,6 +35,7 @@ pub fn connections(arguments: &ConnectionArguments) -> Result<()> {
             Ok(outcome) => {
                 idle += outcome.idle_alive;
                 busy += outcome.busy_alive;
+                late += outcome.late_resets;
                 resets.extend(&outcome.resets);
                 outcome.wrongs
             }
@@ -46,6 +47,7 @@ pub fn connections(arguments: &ConnectionArguments) -> Result<()> {
         }
     }
     resets.sort_unstable();
+    println!("{late} connections that began too late for a checkpoint were reset");
     let at = |share: usize| resets.get(resets.len().saturating_sub(1) * share / 100);
     println!("{idle} idle connections served on, {busy} busy ones, {} reset", resets.len());
     println!("reset after the takeover: median {:?}, last {:?}", at(50), at(100));

@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::error::Result;
+use crate::netlink::LinkIndex;
 use crate::socket;
 
 /// Bytes kept of each packet: the headers.
@@ -16,6 +17,35 @@ const LOOPBACK: u16 = 772;
 /// `SOL_PACKET`, `PACKET_STATISTICS`.
 const SOL_PACKET: i32 = 263;
 const STATISTICS: i32 = 6;
+
+/// Which packets of an interface begin or end TCP connections, as a classic BPF program over IP
+/// packets: SYN with ACK, FIN, RST. Fragments and IPv6 extension headers are not followed.
+const DOOR: [(u16, u8, u8, u32); 19] = [
+    // 0: the version.
+    (0x30, 0, 0, 0),
+    (0x74, 0, 0, 4),
+    (0x15, 0, 7, 4),
+    // 3: IPv4: TCP, no later fragment, flags behind the options.
+    (0x30, 0, 0, 9),
+    (0x15, 0, 12, 6),
+    (0x28, 0, 0, 6),
+    (0x45, 10, 0, 0x1fff),
+    (0xb1, 0, 0, 0),
+    (0x50, 0, 0, 13),
+    (0x05, 0, 0, 4),
+    // 10: IPv6.
+    (0x15, 0, 6, 6),
+    (0x30, 0, 0, 6),
+    (0x15, 0, 4, 6),
+    (0x30, 0, 0, 53),
+    // 14: FIN or RST; SYN and ACK.
+    (0x45, 3, 0, 0x05),
+    (0x54, 0, 0, 0x12),
+    (0x15, 1, 0, 0x12),
+    // 17: drop, 18: take the headers.
+    (0x06, 0, 0, 0),
+    (0x06, 0, 0, HEADER_BYTES_MAX as u32),
+];
 
 /// A packet as the tap saw it.
 #[derive(Debug)]
@@ -46,6 +76,28 @@ impl PacketTap {
         keep_headers.extend([0, 0]);
         keep_headers.extend((HEADER_BYTES_MAX as u32).to_ne_bytes());
         socket::attach_filter(fd.as_fd(), &keep_headers)?;
+        Ok(Self(fd))
+    }
+
+    /// Sees only packets that begin or end TCP connections on one interface of the calling
+    /// thread's network namespace (`CAP_NET_RAW`).
+    pub fn open_door(link: LinkIndex) -> Result<Self> {
+        // With protocol 0 nothing comes before the filter is there.
+        let fd = socket::create(libc::AF_PACKET, libc::SOCK_DGRAM, 0)?;
+        let code = |(code, yes, no, k): &(u16, u8, u8, u32)| {
+            let mut bytes = code.to_ne_bytes().to_vec();
+            bytes.extend([*yes, *no]);
+            bytes.extend(k.to_ne_bytes());
+            bytes
+        };
+        let program: Vec<u8> = DOOR.iter().flat_map(code).collect();
+        socket::attach_filter(fd.as_fd(), &program)?;
+        // `struct sockaddr_ll`: family, protocol, index, then nothing that bind(2) reads.
+        let mut address = (libc::AF_PACKET as u16).to_ne_bytes().to_vec();
+        address.extend(ALL_PROTOCOLS.to_be_bytes());
+        address.extend(link.0.to_ne_bytes());
+        address.extend([0; 12]);
+        socket::bind(fd.as_fd(), &address)?;
         Ok(Self(fd))
     }
 

@@ -17,12 +17,16 @@
 //! A quiet peer is asked by a probe: a segment from the past, which TCP answers with its numbers
 //! (RFC 9293, 3.10.7.4). The kernel sends the first one when a connection leaves repair mode.
 //!
-//! A connection that could not be captured has no socket. Its peer gets a probe, too, and the
-//! answer to that makes the kernel send the reset by itself.
+//! A connection that could not be captured, or that no checkpoint knows (see [`crate::callers`]),
+//! has no socket. Its peer gets a probe, too, and the answer to that makes the kernel send the
+//! reset by itself.
+//!
+//! A reset can get lost like any packet, and a peer that only waits would wait on. So whoever was
+//! reset is asked some times more, and reset again if it still answers.
 //!
 //! [`Judge`] decides and has neither clock nor socket; [`GoLiveWatch`] does.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -38,13 +42,18 @@ use hotspare_kernel::segment::{Segment, SegmentSender, flag, unmapped};
 /// duplicate acknowledgements only with SACK blocks, and does not split a single segment for one.
 const GRACE: Duration = Duration::from_millis(700);
 /// When a peer that has not spoken is asked again.
-const PROBES: [Duration; 5] = [
+const PROBES: [Duration; 8] = [
     Duration::from_millis(0),
     Duration::from_millis(60),
     Duration::from_millis(250),
     Duration::from_millis(700),
     Duration::from_millis(1500),
+    Duration::from_millis(3000),
+    Duration::from_millis(6000),
+    Duration::from_millis(12000),
 ];
+/// How many of them a peer gets after its reset, the one at once apart.
+const PROBES_AFTER_RESET: usize = 4;
 /// Room for packets that wait to be looked at.
 const TAP_BYTES: i32 = 32 << 20;
 
@@ -133,6 +142,8 @@ struct Case {
     /// When the peer was first seen ahead of us, and the last segment that showed it.
     ahead: Option<(Duration, Segment)>,
     probes: usize,
+    /// When it was reset. From then on probes count from here.
+    reset: Option<Duration>,
 }
 
 /// Outcome for all connections.
@@ -160,31 +171,46 @@ impl Judge {
         let cases = connections.iter().map(|watched| {
             let knowledge = watched.knowledge;
             let sent = knowledge.map_or(0, |known| known.send_next);
-            let case = Case { knowledge, sent, ahead: None, probes: 0 };
+            let case = Case { knowledge, sent, ahead: None, probes: 0, reset: None };
             ((watched.local, watched.remote), case)
         });
         let (cases, verdicts) = (cases.collect(), Verdicts::default());
         Self { grace: GRACE + outage, cases, verdicts }
     }
 
-    /// Whether every connection has its verdict.
+    /// Whether every connection has its verdict, and those that were reset seem to know.
     pub fn is_done(&self) -> bool {
         self.cases.is_empty()
     }
 
     /// The verdicts so far.
     pub fn verdicts(&self) -> Verdicts {
-        Verdicts { silent: self.cases.len(), ..self.verdicts }
+        let silent = self.cases.values().filter(|case| case.reset.is_none()).count();
+        Verdicts { silent: self.verdicts.silent + silent, ..self.verdicts }
+    }
+
+    /// Packets were missed: a verdict over a connection that may go on could be wrong, and then
+    /// one that hangs is better than one that is reset without need. What is lost anyway is not
+    /// concerned.
+    pub fn missed_packets(&mut self) {
+        let before = self.cases.len();
+        self.cases.retain(|_, case| case.knowledge.is_none() || case.reset.is_some());
+        self.verdicts.silent += before - self.cases.len();
     }
 
     /// A segment of the ghost leaves.
-    pub fn outgoing(&mut self, segment: &Segment) {
+    pub fn outgoing(&mut self, now: Duration, segment: &Segment) {
         let key = (segment.from, segment.to);
         let Some(case) = self.cases.get_mut(&key) else { return };
+        if segment.flags & flag::SYN != 0 {
+            // The ghost calls the peer anew.
+            self.close(key);
+            return;
+        }
         let Some(knowledge) = &mut case.knowledge else {
             // The kernel resets what it has no socket for.
-            if segment.flags & flag::RST != 0 {
-                self.cases.remove(&key);
+            if segment.flags & flag::RST != 0 && case.reset.is_none() {
+                (case.reset, case.probes) = (Some(now), 1);
                 self.verdicts.reset += 1;
             }
             return;
@@ -206,17 +232,20 @@ impl Judge {
     pub fn incoming(&mut self, now: Duration, segment: &Segment) -> Vec<Segment> {
         let key = (segment.to, segment.from);
         let Some(case) = self.cases.get_mut(&key) else { return Vec::new() };
-        let Some(knowledge) = case.knowledge else { return Vec::new() };
         if segment.flags & (flag::RST | flag::SYN) != 0 {
-            self.cases.remove(&key);
-            self.verdicts.reset += 1;
+            self.close(key);
             return Vec::new();
         }
+        // Without a socket the kernel resets it by itself, as often as it speaks.
+        let Some(knowledge) = case.knowledge else { return Vec::new() };
         if segment.flags & flag::ACK == 0 {
             return Vec::new();
         }
+        if case.reset.is_some() {
+            return vec![reset_of_peer(key, segment)];
+        }
         if after(segment.acknowledgement, knowledge.send_end) {
-            return self.reset(key, *segment);
+            return self.reset(key, *segment, now);
         }
         let end = segment.sequence.wrapping_add(segment.span());
         let next = knowledge.receive_next;
@@ -235,15 +264,20 @@ impl Judge {
     /// Time has passed. What has to be sent now.
     pub fn tick(&mut self, now: Duration) -> Vec<Segment> {
         let grace = self.grace;
-        let overdue = |case: &Case| case.ahead.filter(|(since, _)| now >= *since + grace);
+        let overdue = |case: &Case| {
+            case.ahead.filter(|(since, _)| case.reset.is_none() && now >= *since + grace)
+        };
         let late: Vec<_> =
             self.cases.iter().filter_map(|(key, case)| Some((*key, overdue(case)?.1))).collect();
         let mut segments = Vec::new();
         for (key, segment) in late {
-            segments.extend(self.reset(key, segment));
+            segments.extend(self.reset(key, segment, now));
         }
+        // Whoever is silent after that has heard it.
+        self.cases.retain(|_, case| case.reset.is_none() || case.probes <= PROBES_AFTER_RESET);
         for ((local, remote), case) in &mut self.cases {
-            if PROBES.get(case.probes).is_some_and(|due| now >= *due) {
+            let since = case.reset.unwrap_or_default();
+            if PROBES.get(case.probes).is_some_and(|due| now >= since + *due) {
                 case.probes += 1;
                 segments.push(probe(*local, *remote, case.knowledge));
             }
@@ -251,22 +285,25 @@ impl Judge {
         segments
     }
 
+    /// The peer has no such connection, or another one.
+    fn close(&mut self, key: (SocketAddr, SocketAddr)) {
+        let case = self.cases.remove(&key);
+        self.verdicts.reset += usize::from(case.is_some_and(|case| case.reset.is_none()));
+    }
+
     /// Ends a connection on both sides, with numbers that both accept (RFC 5961): `segment` is
     /// what the peer said last.
-    fn reset(&mut self, key: (SocketAddr, SocketAddr), segment: Segment) -> Vec<Segment> {
-        let Some(case) = self.cases.remove(&key) else { return Vec::new() };
+    fn reset(
+        &mut self,
+        key: (SocketAddr, SocketAddr),
+        segment: Segment,
+        now: Duration,
+    ) -> Vec<Segment> {
+        let Some(case) = self.cases.get_mut(&key) else { return Vec::new() };
         self.verdicts.reset += 1;
+        (case.reset, case.probes) = (Some(now), 1);
         let (local, remote) = key;
-        let end = segment.sequence.wrapping_add(segment.span());
-        let to_peer = Segment {
-            from: local,
-            to: remote,
-            sequence: segment.acknowledgement,
-            acknowledgement: end,
-            flags: flag::RST | flag::ACK,
-            window: 0,
-            payload_bytes: 0,
-        };
+        let to_peer = reset_of_peer(key, &segment);
         let to_guest = case.knowledge.map(|knowledge| Segment {
             from: remote,
             to: local,
@@ -275,6 +312,19 @@ impl Judge {
             ..to_peer
         });
         std::iter::once(to_peer).chain(to_guest).collect()
+    }
+}
+
+/// Ends a connection at its peer, which has said this.
+fn reset_of_peer((local, remote): (SocketAddr, SocketAddr), said: &Segment) -> Segment {
+    Segment {
+        from: local,
+        to: remote,
+        sequence: said.acknowledgement,
+        acknowledgement: said.sequence.wrapping_add(said.span()),
+        flags: flag::RST | flag::ACK,
+        window: 0,
+        payload_bytes: 0,
     }
 }
 
@@ -307,10 +357,23 @@ pub struct GoLiveWatch {
 
 impl GoLiveWatch {
     /// Opens the watch in the calling thread's network namespace, the ghost's, *before* its
-    /// connections leave repair mode. `None` where there is nothing to watch. `outage`: how long
-    /// ago the primary was last known to be alive; rather more than less.
-    pub fn open(files: &[OpenFile], outage: Duration) -> Result<Option<Self>, KernelError> {
-        let connections = Watched::of(files);
+    /// connections leave repair mode. `None` where there is nothing to watch. `callers` are
+    /// connections that the primary had, local and remote address; those that are not among
+    /// `files` are reset. `outage`: how long ago the primary was last known to be alive; rather
+    /// more than less.
+    pub fn open(
+        files: &[OpenFile],
+        callers: &[(SocketAddr, SocketAddr)],
+        outage: Duration,
+    ) -> Result<Option<Self>, KernelError> {
+        let mut connections = Watched::of(files);
+        let known: HashSet<_> = connections.iter().map(|one| (one.local, one.remote)).collect();
+        let unknown = callers.iter().filter(|ends| !known.contains(ends));
+        connections.extend(unknown.map(|(local, remote)| Watched {
+            local: *local,
+            remote: *remote,
+            knowledge: None,
+        }));
         if connections.is_empty() {
             return Ok(None);
         }
@@ -320,9 +383,6 @@ impl GoLiveWatch {
 
     /// Watches until every connection has its verdict, at most `at_most`. From any thread; to be
     /// called when the service address is there.
-    ///
-    /// Ends early if packets were missed: a verdict without them could be wrong, and then a
-    /// connection that hangs is better than one that is reset without need.
     pub fn run(mut self, at_most: Duration) -> Result<Verdicts, KernelError> {
         let start = Instant::now();
         let mut ticked = None;
@@ -334,7 +394,7 @@ impl GoLiveWatch {
                     self.send(&segment);
                 }
                 if self.tap.missed()? > 0 {
-                    break;
+                    self.judge.missed_packets();
                 }
             }
             self.look(start)?;
@@ -348,7 +408,7 @@ impl GoLiveWatch {
         let segment = Segment::from_packet(&seen.packet).filter(|_| !seen.loopback);
         let Some(segment) = segment else { return Ok(()) };
         if seen.outgoing {
-            self.judge.outgoing(&segment);
+            self.judge.outgoing(start.elapsed(), &segment);
             return Ok(());
         }
         for answer in self.judge.incoming(start.elapsed(), &segment) {
@@ -419,6 +479,43 @@ mod tests {
         assert_eq!(answer.len(), 2);
         assert_eq!(answer[0].sequence, knowledge().send_end.wrapping_add(1));
         assert_eq!((answer[1].sequence, answer[1].to), (5000, address(LOCAL)));
+        assert_eq!(judge.verdicts(), Verdicts { reset: 1, ..Verdicts::default() });
+    }
+
+    #[test]
+    fn a_reset_that_got_lost_is_repeated_until_the_peer_knows() {
+        let mut judge = judge(Some(knowledge()));
+        let seen_more = says(5000, knowledge().send_end.wrapping_add(1), 0);
+        judge.incoming(at(1), &seen_more);
+        assert_eq!(judge.tick(at(70)).len(), 1, "asks whether it knows");
+        let again = judge.incoming(at(71), &seen_more);
+        assert_eq!(again.len(), 1, "the guest was told the first time");
+        assert_eq!((again[0].flags & flag::RST, again[0].to), (flag::RST, address(PEER)));
+        assert!(!judge.is_done());
+        judge.incoming(at(72), &Segment { flags: flag::RST, ..seen_more });
+        assert!(judge.is_done());
+        assert_eq!(judge.verdicts(), Verdicts { reset: 1, ..Verdicts::default() });
+    }
+
+    #[test]
+    fn a_peer_that_was_reset_may_call_again_from_the_same_port() {
+        let mut judge = judge(Some(knowledge()));
+        judge.incoming(at(1), &says(5000, knowledge().send_end.wrapping_add(1), 0));
+        judge.incoming(at(2), &Segment { flags: flag::SYN, ..says(9, 0, 0) });
+        assert!(judge.incoming(at(3), &says(10, 77, 0)).is_empty());
+        assert!(judge.is_done());
+    }
+
+    #[test]
+    fn a_caller_that_no_checkpoint_knows_is_asked_until_the_kernel_has_reset_it() {
+        let mut judge = judge(None);
+        assert_eq!(judge.tick(at(0)).len(), 1);
+        assert!(judge.incoming(at(1), &says(10, 77, 0)).is_empty());
+        let kernel = Segment { from: address(LOCAL), to: address(PEER), ..says(77, 0, 0) };
+        judge.outgoing(at(1), &Segment { flags: flag::RST, ..kernel });
+        assert_eq!(judge.verdicts(), Verdicts { reset: 1, ..Verdicts::default() });
+        let asked: usize = (1..500).map(|tick| judge.tick(at(tick * 10)).len()).sum();
+        assert_eq!(asked, PROBES_AFTER_RESET);
         assert!(judge.is_done());
     }
 
@@ -439,7 +536,7 @@ mod tests {
         judge.incoming(at(300), &says(5100, knowledge().send_unacknowledged, 50));
         let resets = judge.tick(at(701));
         assert!(resets.iter().any(|segment| segment.flags & flag::RST != 0));
-        assert!(judge.is_done());
+        assert_eq!(judge.verdicts(), Verdicts { reset: 1, ..Verdicts::default() });
     }
 
     #[test]
@@ -454,7 +551,7 @@ mod tests {
             to: address(PEER),
             ..says(knowledge().send_unacknowledged, 5000, 100)
         };
-        judge.outgoing(&sent);
+        judge.outgoing(at(1), &sent);
         judge.incoming(at(2), &says(5000, half, 0));
         assert_eq!(judge.verdicts().settled, 1);
     }
@@ -462,7 +559,7 @@ mod tests {
     #[test]
     fn a_quiet_peer_is_asked_and_left_alone() {
         let mut judge = judge(Some(knowledge()));
-        let asked: usize = (0..500).map(|tick| judge.tick(at(tick * 10)).len()).sum();
+        let asked: usize = (0..1500).map(|tick| judge.tick(at(tick * 10)).len()).sum();
         assert_eq!(asked, PROBES.len());
         assert_eq!(judge.verdicts(), Verdicts { silent: 1, ..Verdicts::default() });
     }

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod announce;
+pub mod callers;
 pub mod go_live;
 pub mod hook;
 pub mod takeover;

@@ -405,6 +405,9 @@ fn settings_of_a_router(parent: &str, host_name: &str, address: IpAddr) -> Resul
         setting(&format!("ipv4/neigh/{parent}/proxy_delay"), "0")
     } else {
         setting("ipv6/conf/all/forwarding", "1")?;
+        // A question to the address itself (a neighbour that makes sure) is answered only if the
+        // proxy is on for all interfaces: `ip6_forward` looks at no other setting.
+        setting("ipv6/conf/all/proxy_ndp", "1")?;
         setting(&format!("ipv6/conf/{parent}/proxy_ndp"), "1")?;
         setting(&format!("ipv6/neigh/{parent}/proxy_delay"), "0")
     }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use hotspare_cluster::{Action, Closed, Event};
 use hotspare_image::{NodeId, Position, Term};
+use hotspare_net::callers::Callers;
 use hotspare_replica::heartbeat::{HeartKey, STACK_BYTES};
 use hotspare_replica::message::SwitchoverOffer;
 use hotspare_replica::{
@@ -160,6 +161,8 @@ pub struct Face {
     pub join: Option<SocketAddr>,
     /// Of a spare: when it may have its next ghost.
     pub back_off: BackOff,
+    /// Of a spare: connections of the guest, as the primary tells them.
+    pub callers: Option<Callers>,
 }
 
 impl Face {
@@ -217,6 +220,7 @@ impl Agent {
             listens: BTreeMap::new(),
             join: None,
             back_off: BackOff::default(),
+            callers: None,
         };
         Ok(Self {
             node: NodeId(u64::from_ne_bytes(seed)),

@@ -14,6 +14,7 @@ use hotspare_replica::{HostRole, Identity, Security};
 use crate::agent::Agent;
 use crate::brain::{self, Brain};
 use crate::control;
+use crate::door::Door;
 use crate::hooks::Hook;
 use crate::join::keep_joining;
 use crate::launch::{Launch, Network, launch, raise_descriptor_limit};
@@ -302,6 +303,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         maker,
         init,
         hook,
+        door: Door::default(),
         reach: BTreeMap::new(),
         switchover: Switchover::default(),
         since_takeover: None,

@@ -6,6 +6,7 @@ mod alike;
 mod brain;
 mod cli;
 mod control;
+mod door;
 mod epoch;
 mod facts;
 mod features;

@@ -13,6 +13,7 @@ use hotspare_replica::message::SwitchoverOffer;
 use hotspare_replica::{Goodbye, GoodbyeCode, MemberEntry};
 
 use crate::agent::{Agent, Message, SpareIn, StreamId};
+use crate::door::Door;
 use crate::epoch::{Attempt, EpochMaker, Obstacle, Taken};
 use crate::hooks::Hook;
 use crate::mailbox::Inbox;
@@ -35,6 +36,7 @@ pub struct Primary {
     /// PID 1 of the guest; its end is the guest's.
     pub init: Init,
     pub hook: Hook,
+    pub door: Door,
     /// How the spares can be reached, by hosts and by us.
     pub reach: BTreeMap<NodeId, Reach>,
     pub switchover: Switchover,
@@ -62,6 +64,9 @@ impl Primary {
     /// status.
     pub fn run(mut self) -> anyhow::Result<u8> {
         tracing::debug!(init = %self.init.host_pid(), "the guest runs");
+        if self.maker.network.is_some() {
+            self.door = Door::watch(&self.init).context("watch the guest's connections begin")?;
+        }
         let mut next = Instant::now() + self.settings.epoch;
         loop {
             let wait = next.saturating_duration_since(Instant::now());
@@ -189,6 +194,7 @@ impl Primary {
     fn spare_in(&mut self, spare: SpareIn) -> anyhow::Result<()> {
         let SpareIn { heart, listens, stream, .. } = spare;
         self.reach.insert(spare.node, Reach { heart, listens, stream });
+        self.door.tell(spare.node, spare.sender.packets());
         self.maker.join(spare.node, spare.sender);
         Ok(())
     }

@@ -8,6 +8,7 @@ use hotspare_cluster::{Action, Closed, Event, Member};
 use hotspare_files::{ReplicatedDir, Role};
 use hotspare_image::memory::PageOwner;
 use hotspare_image::{Checkpoint, NodeId, Term};
+use hotspare_net::callers::Callers;
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::ghost::{Ghost, GhostConfig, clock_offsets};
 use hotspare_process::init::{ClockOffsets, InitConfig, WritablePath};
@@ -111,6 +112,7 @@ fn greet(agent: &Agent, channel: Channel) -> anyhow::Result<Welcomed> {
     let replier = Arc::new(Mutex::new(Replier::new(write)));
     let (primary, term, rank) = (hello.node, welcome.term, welcome.rank);
     let stream = agent.attach();
+    agent.face().callers = settings.service.map(|service| Callers::new(service.address));
     agent.brain.tell(Event::Joined { primary, term, rank });
     let joined = Joined { primary, term, settings, replier: replier.clone(), stream, hangup };
     agent.owner.send(Message::Joined(Box::new(joined)));
@@ -148,7 +150,12 @@ fn take(
         Incoming::Checkpoint(staged) => {
             agent.owner.send(Message::Checkpoint(stream, staged, room.place()));
         }
-        Incoming::Aborted(_) | Incoming::Files(_) | Incoming::Event(_) | Incoming::Packet(_) => {}
+        Incoming::Packet(packet) => {
+            if let Some(callers) = &mut agent.face().callers {
+                callers.note(&packet);
+            }
+        }
+        Incoming::Aborted(_) | Incoming::Files(_) | Incoming::Event(_) => {}
         Incoming::Members(entries) => {
             let member = |entry: &hotspare_replica::MemberEntry| Member {
                 node: entry.node,

@@ -1,6 +1,7 @@
 //! A spare becomes the primary.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -9,6 +10,7 @@ use hotspare_cluster::Event;
 use hotspare_image::tree::GuestPid;
 use hotspare_image::{Checkpoint, Epoch};
 use hotspare_kernel::HostPid;
+use hotspare_net::callers::Callers;
 use hotspare_net::go_live::GoLiveWatch;
 use hotspare_net::hook::HookEvent;
 use hotspare_process::ghost::FileWorld;
@@ -18,6 +20,7 @@ use hotspare_process::objects::restore::Restored;
 use hotspare_process::objects::socket::{self, SocketCapture};
 use hotspare_replica::HostRole;
 
+use crate::door::Door;
 use crate::epoch::EpochMaker;
 use crate::launch::outside;
 use crate::primary::Primary;
@@ -26,7 +29,7 @@ use crate::spare::{Decision, Held, Spare};
 use crate::switchover::Switchover;
 
 /// How long connections are watched for peers that have moved past the checkpoint.
-const WATCH: Duration = Duration::from_secs(5);
+const WATCH: Duration = Duration::from_secs(15);
 /// Some heartbeats' time.
 const LAST_BEATS: Duration = Duration::from_millis(200);
 
@@ -64,7 +67,8 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         directory.promote().context("take the replicated directory over")?;
     }
     let outage = detect + apply + held.settings.epoch;
-    let (restored, watch) = restore_files(&held, &image, outage)?;
+    let callers: Vec<_> = spare.agent.face().callers.iter().flat_map(Callers::open).collect();
+    let (restored, watch) = restore_files(&held, &image, &callers, outage)?;
     let finalised = held.ghost.finalise(&restored.files, &restored.steps)?;
     let finalise = began.elapsed();
     if let Some(network) = held.network.as_mut() {
@@ -110,6 +114,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         maker,
         init: released.init,
         hook: spare.hook,
+        door: Door::default(),
         reach: BTreeMap::new(),
         switchover: Switchover::default(),
         since_takeover: Some(Instant::now()),
@@ -125,6 +130,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
 fn restore_files(
     held: &Held,
     image: &Checkpoint,
+    callers: &[(SocketAddr, SocketAddr)],
     outage: Duration,
 ) -> anyhow::Result<(Restored, Option<GoLiveWatch>)> {
     let (input, output, errors) = (std::io::stdin(), std::io::stdout(), std::io::stderr());
@@ -133,7 +139,7 @@ fn restore_files(
         standard: [input.as_fd(), output.as_fd(), errors.as_fd()],
         age_ms: outage.as_millis() as u32,
     };
-    let watch = || GoLiveWatch::open(&image.files, outage);
+    let watch = || GoLiveWatch::open(&image.files, callers, outage);
     let watch = held.ghost.namespaces().run(watch).context("enter the ghost")??;
     Ok((held.ghost.restore_files(&world)?, watch))
 }

@@ -27,7 +27,7 @@ pub use message::{Goodbye, GoodbyeCode, Hello, HostFacts, HostRole, MemberEntry,
 pub use pages::{Content, PageRun};
 pub use receiver::{Incoming, Receiver, Replier, closed};
 pub use sender::{
-    Broken, Committed, Compression, PageBatch, Reply, ReplyReader, SendStats, Sender, Writer,
-    sender,
+    Broken, Committed, Compression, PacketSender, PageBatch, Reply, ReplyReader, SendStats, Sender,
+    Writer, sender,
 };
 pub use staging::{StagedCheckpoint, StagingLimits};

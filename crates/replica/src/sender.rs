@@ -175,6 +175,30 @@ pub struct Sender {
     shared: Arc<Shared>,
 }
 
+/// Sends packets to one spare, from any thread, and never waits. Ends nothing when dropped.
+pub struct PacketSender {
+    shared: Arc<Shared>,
+}
+
+impl PacketSender {
+    /// Queues a packet as [`Sender::packet`] does, if there is room beyond what the queue is meant
+    /// to hold; `false` if the stream has ended.
+    pub fn offer(&self, packet: &Arc<Vec<u8>>) -> bool {
+        let job = Job::Bytes(Kind::Packet, packet.clone());
+        let mut queue = self.shared.lock();
+        if queue.broken.is_some() || queue.closing {
+            return false;
+        }
+        if queue.bytes < self.shared.limit_bytes.saturating_mul(2) {
+            queue.bytes += job.cost();
+            queue.jobs.push_back(job);
+            drop(queue);
+            self.shared.changed.notify_all();
+        }
+        true
+    }
+}
+
 /// The three parts of the primary's end, for three places: whoever makes checkpoints, a writing
 /// thread, a reading thread. `limit_bytes` bounds what waits to be sent.
 pub fn sender<W: Write, R: Read>(
@@ -267,6 +291,12 @@ impl Sender {
     /// Sends a record of the event log; `position` is what the spare has once it has it.
     pub fn event(&self, position: Position, record: Arc<Vec<u8>>) -> Result<(), Broken> {
         self.push_sent(Job::Bytes(Kind::Event, record), Some(position))
+    }
+
+    /// A way for packets that other threads can use.
+    #[must_use]
+    pub fn packets(&self) -> PacketSender {
+        PacketSender { shared: self.shared.clone() }
     }
 
     /// Sends a packet, after everything sent before it.

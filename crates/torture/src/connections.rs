@@ -1,10 +1,11 @@
 //! What becomes of TCP connections at a failover, seen from the client.
 //!
 //! The server counts the requests of each connection and says the count with each reply, so a
-//! connection that goes on from an older state than its client has seen gives itself away. Three
+//! connection that goes on from an older state than its client has seen gives itself away. Four
 //! kinds of clients: one that has been idle since before the last checkpoint, which must be served
-//! on; one that has seen replies the spare may not know; one that has only sent since then. The
-//! last two are either served on with the right count or reset. None may hang.
+//! on; one that has seen replies the spare may not know; one that has only sent since then; one
+//! that came too late for a checkpoint and waits without a word. The last three are either served
+//! on with the right count or reset. None may hang.
 
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -25,6 +26,11 @@ const PORT: u16 = 7007;
 const CLIENTS: usize = 4;
 /// Long, so that nearly every kill finds replies that no checkpoint covers.
 const EPOCH: Duration = Duration::from_millis(250);
+
+/// How long before the kill the late ones are there: enough for the primary to tell of them.
+const LATE: Duration = Duration::from_millis(60);
+/// How long they wait without a word before they ask whether they are served after all.
+const SILENT: Duration = Duration::from_secs(8);
 
 /// A line that starts with `q` is counted and not answered.
 const SERVER: &str = r#"
@@ -51,6 +57,8 @@ pub struct Outcome {
     pub busy_alive: usize,
     /// How long after the spare had taken over each reset was seen.
     pub resets: Vec<Duration>,
+    /// Late ones that were reset, though they said nothing.
+    pub late_resets: usize,
     /// Broken promises.
     pub wrongs: Vec<String>,
 }
@@ -79,6 +87,26 @@ impl Client {
     fn tell(&mut self) -> std::io::Result<()> {
         self.count += 1;
         self.lines.get_mut().write_all(format!("q{}\n", self.count).as_bytes())
+    }
+
+    /// Waits for a word that does not come, then asks; `None` if it is served.
+    fn wait(&mut self) -> Option<Seen> {
+        let limit = |stream: &TcpStream, limit| stream.set_read_timeout(Some(limit));
+        let waited = limit(self.lines.get_ref(), SILENT);
+        let mut reply = String::new();
+        let waited = waited.and_then(|()| self.lines.read_line(&mut reply));
+        match waited {
+            Ok(_) => return Some(Seen::Wrong(format!("{reply:?} in reply to nothing"))),
+            Err(error) if error.kind() != ErrorKind::WouldBlock => return Some(judge(&error)),
+            Err(_) => {}
+        }
+        if let Err(error) = limit(self.lines.get_ref(), HANG) {
+            return Some(judge(&error));
+        }
+        self.ask().map(|seen| match seen {
+            Seen::Reset(_) => Seen::Wrong("it was not told that its connection is gone".into()),
+            seen => seen,
+        })
     }
 
     /// Asks and checks the reply; `None` if that is right.
@@ -133,6 +161,31 @@ fn start(
     (0..CLIENTS).map(client).collect()
 }
 
+/// Clients that come, say something and wait for an answer that does not come.
+fn start_late(lab: &Lab, service: SocketAddr) -> Clients {
+    let (there, come) = std::sync::mpsc::channel();
+    let client = |_| {
+        let there = there.clone();
+        lab.client().thread(move || {
+            let mut client = match Client::open(service) {
+                Ok(client) => client,
+                Err(error) => return Seen::Wrong(format!("cannot connect: {error}")),
+            };
+            let told = client.tell();
+            drop(there);
+            match told {
+                Ok(()) => client.wait().unwrap_or(Seen::Alive),
+                Err(error) => judge(&error),
+            }
+        })
+    };
+    let clients = (0..CLIENTS).map(client).collect();
+    drop(there);
+    // Nobody sends: it ends when all are there.
+    let () = come.recv().unwrap_or_default();
+    clients
+}
+
 fn rest(_: &mut Client) -> Option<Seen> {
     std::thread::sleep(Duration::from_millis(5));
     None
@@ -175,6 +228,8 @@ pub fn round(seed: u64, binary: PathBuf, ipv6: bool) -> Result<Outcome, LabError
     let senders = start(&lab, service, &stop, tell);
     let wait = Dice::new(seed).between(Duration::from_millis(50), EPOCH * 3);
     (Instant::now() + wait).sleep_until();
+    let late = start_late(&lab, service);
+    (Instant::now() + LATE).sleep_until();
     lab.host(0).kill()?;
     let (_, taken_over) = Engine::taken_over(&spare)?;
     stop.store(true, Ordering::Relaxed);
@@ -187,6 +242,13 @@ pub fn round(seed: u64, binary: PathBuf, ipv6: bool) -> Result<Outcome, LabError
             Seen::Alive => outcome.idle_alive += 1,
             Seen::Reset(_) => outcome.wrongs.push("an idle connection was reset".into()),
             Seen::Wrong(wrong) => outcome.wrongs.push(format!("idle: {wrong}")),
+        }
+    }
+    for seen in join(late) {
+        match seen {
+            Seen::Alive => {}
+            Seen::Reset(_) => outcome.late_resets += 1,
+            Seen::Wrong(wrong) => outcome.wrongs.push(format!("late: {wrong}")),
         }
     }
     for seen in join(busy).into_iter().chain(join(senders)) {
