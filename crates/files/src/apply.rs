@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{CString, OsStr};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
@@ -15,6 +14,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, RenameFlags};
 
 use crate::error::FilesError;
+use crate::flusher::Flusher;
 use crate::mount::Mount;
 use crate::shared::Shared;
 use crate::store::OpenFile;
@@ -220,7 +220,7 @@ impl<'a> Applier<'a> {
 
     /// Makes the kernel forget what it knew of everything that changed. The tree must not be
     /// locked: the kernel may be waiting for an answer of ours before it can forget.
-    pub fn finish(mut self, mount: &Mount) {
+    pub fn finish(mut self, mount: &Mount, flusher: &Flusher) {
         self.close_all();
         let stale = std::mem::take(&mut self.stale);
         let known: BTreeSet<InodeNumber> = {
@@ -233,6 +233,7 @@ impl<'a> Applier<'a> {
             let name = OsStr::from_bytes(name.as_bytes());
             log_failure("entry", mount.notifier.inval_entry(INodeNo(parent.0), name));
         }
+        let mut sizes = Vec::new();
         for (inode, range) in stale.inodes.iter().filter(|(inode, _)| known.contains(inode)) {
             let (from, length) = match range {
                 None => (-1, 0),
@@ -244,8 +245,12 @@ impl<'a> Applier<'a> {
             let number = INodeNo(inode.0);
             log_failure("inode", mount.notifier.inval_inode(number, from, length));
             if range.is_some() {
-                log_failure("size", refresh_size(mount, *inode));
+                sizes.push(*inode);
             }
+        }
+        if !sizes.is_empty() {
+            let refreshed = flusher.refresh_sizes(sizes);
+            log_failure("size", refreshed.map_err(|(_, error)| error));
         }
     }
 }
@@ -253,16 +258,6 @@ impl<'a> Applier<'a> {
 impl Drop for Applier<'_> {
     fn drop(&mut self) {
         self.close_all();
-    }
-}
-
-/// Has the kernel ask for the size of an inode again. It must know it before the guest appends to
-/// the file or touches a mapping beyond the old end: neither makes it ask.
-fn refresh_size(mount: &Mount, inode: InodeNumber) -> io::Result<()> {
-    match hotspare_kernel::open_fuse_inode(mount.root().as_fd(), inode.0, libc::O_PATH) {
-        Ok(fd) => File::from(fd).metadata().map(drop),
-        Err(Errno::ESTALE | Errno::ENOENT) => Ok(()),
-        Err(error) => Err(error.into()),
     }
 }
 

@@ -1,9 +1,11 @@
-//! The thread that has the kernel hand over what was written through shared mappings.
+//! The thread that uses the served file system as others do: it has the kernel hand over what was
+//! written through shared mappings, and look at sizes again.
 //!
 //! It has a descriptor table of its own, without `/dev/fuse`. An agent that is killed closes its
 //! files one by one, and closing one of our mount waits for the agent's own answer to the pages
 //! still dirty (`fuse_flush`): with `/dev/fuse` in the same table that is for ever. So no
-//! descriptor of a served file may be open beside it.
+//! descriptor of a served file may be open beside it, nor may a thread that waits for our answer
+//! keep that table open.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -22,7 +24,15 @@ use nix::errno::Errno;
 pub(crate) struct Flusher {
     /// Its thread id: an fsync of this thread is no wish to have anything on a disk.
     pub thread: u32,
-    wishes: Mutex<(Sender<Vec<InodeNumber>>, Receiver<Outcome>)>,
+    wishes: Mutex<(Sender<Wish>, Receiver<Outcome>)>,
+}
+
+#[derive(Debug)]
+enum Wish {
+    /// Have the pages of these files written back, and let go of all others.
+    Flush(Vec<InodeNumber>),
+    /// Ask for the sizes of these.
+    Sizes(Vec<InodeNumber>),
 }
 
 type Outcome = Result<(), (InodeNumber, io::Error)>;
@@ -56,25 +66,50 @@ impl Flusher {
 
     /// Has the pages of these files written back, and lets go of all others.
     pub fn flush(&self, inodes: Vec<InodeNumber>) -> Outcome {
-        let wishes = self.wishes.lock().unwrap_or_else(PoisonError::into_inner);
         let first = inodes.first().copied();
+        self.ask(Wish::Flush(inodes), first)
+    }
+
+    /// Has the kernel ask for the sizes of these files again. It must know them before the guest
+    /// appends to a file or touches a mapping beyond the old end: neither makes it ask.
+    pub fn refresh_sizes(&self, inodes: Vec<InodeNumber>) -> Outcome {
+        let first = inodes.first().copied();
+        self.ask(Wish::Sizes(inodes), first)
+    }
+
+    fn ask(&self, wish: Wish, first: Option<InodeNumber>) -> Outcome {
+        let wishes = self.wishes.lock().unwrap_or_else(PoisonError::into_inner);
         let gone = |_| match first {
             Some(inode) => Err((inode, io::Error::other("the flushing thread has died"))),
             None => Ok(()),
         };
-        if wishes.0.send(inodes).is_err() {
+        if wishes.0.send(wish).is_err() {
             return gone(());
         }
         wishes.1.recv().unwrap_or_else(|_| gone(()))
     }
 }
 
-fn serve(root: BorrowedFd<'_>, wishes: &Receiver<Vec<InodeNumber>>, outcome: &Sender<Outcome>) {
+fn serve(root: BorrowedFd<'_>, wishes: &Receiver<Wish>, outcome: &Sender<Outcome>) {
     let mut open: HashMap<InodeNumber, File> = HashMap::new();
-    for inodes in wishes {
-        if outcome.send(flush(root, &mut open, &inodes)).is_err() {
+    for wish in wishes {
+        let done = match wish {
+            Wish::Flush(inodes) => flush(root, &mut open, &inodes),
+            Wish::Sizes(inodes) => inodes
+                .into_iter()
+                .try_for_each(|inode| refresh_size(root, inode).map_err(|error| (inode, error))),
+        };
+        if outcome.send(done).is_err() {
             return;
         }
+    }
+}
+
+fn refresh_size(root: BorrowedFd<'_>, inode: InodeNumber) -> io::Result<()> {
+    match hotspare_kernel::open_fuse_inode(root, inode.0, libc::O_PATH) {
+        Ok(fd) => File::from(fd).metadata().map(drop),
+        Err(Errno::ESTALE | Errno::ENOENT) => Ok(()),
+        Err(error) => Err(error.into()),
     }
 }
 

@@ -1,12 +1,12 @@
 //! Mounting and serving: mount(2) directly, as root, without helper programs.
 
 use std::fs::File;
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use fuser::{BackgroundSession, Config, Notifier, Session, SessionACL};
+use hotspare_kernel::opener::Opener;
 use nix::fcntl::OFlag;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::Mode;
@@ -48,8 +48,10 @@ impl Mount {
         mount_fuse(&device, &mountpoint_path)
             .map_err(|error| FilesError::mount("mount a FUSE file system", mountpoint, error))?;
         let served = serve(shared, device).and_then(|(notifier, session)| {
-            let root = File::open(&mountpoint_path)?;
-            let device = root.metadata()?.dev();
+            // Not by ourselves: see [`Opener`].
+            let root = Opener::start()?.open(&mountpoint_path, libc::O_DIRECTORY)?;
+            let root = File::from(root);
+            let device = device_of(&root)?;
             Ok((notifier, session, root, device))
         });
         match served {
@@ -77,12 +79,19 @@ impl Drop for Mount {
     fn drop(&mut self) {
         self.root = None;
         // It may have been moved away, and something else be mounted there now.
-        let ours =
-            std::fs::metadata(&self.mountpoint).is_ok_and(|found| found.dev() == self.device);
+        let flags = OFlag::O_PATH | OFlag::O_CLOEXEC;
+        let found = nix::fcntl::open(&self.mountpoint, flags, Mode::empty()).map(File::from);
+        let ours = found.is_ok_and(|f| device_of(&f).is_ok_and(|device| device == self.device));
         if ours && let Err(error) = umount2(&self.mountpoint, MntFlags::MNT_DETACH) {
             tracing::warn!("cannot unmount {}: {error}", self.mountpoint.display());
         }
     }
+}
+
+/// `st_dev` of a file, without a question to whoever serves it.
+fn device_of(file: &File) -> std::io::Result<u64> {
+    let stat = hotspare_kernel::descriptor::stat(file.as_fd()).map_err(std::io::Error::other)?;
+    Ok(libc::makedev(stat.device.0, stat.device.1))
 }
 
 fn mount_fuse(device: &OwnedFd, mountpoint: &Path) -> nix::Result<()> {

@@ -228,7 +228,7 @@ impl ReplicatedDir {
                 change => applier.apply(&change)?,
             }
         }
-        applier.finish(&self.mount);
+        applier.finish(&self.mount, &self.flusher);
         if skipping.is_none() {
             *copy = Copy::Complete;
         }
@@ -266,7 +266,7 @@ impl ReplicatedDir {
                 }
             }
         }
-        applier.finish(&self.mount);
+        applier.finish(&self.mount, &self.flusher);
         match complete {
             Some(waiting) => self.apply_in(copy, &waiting),
             None => Ok(()),

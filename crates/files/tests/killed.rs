@@ -1,41 +1,140 @@
 //! An agent that is killed must go away, whatever is under way.
+//!
+//! A thread of it that waits for its own file system stays for ever where the descriptor table it
+//! uses holds `/dev/fuse`. Each scene here hangs when what it is about is done in that table.
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use hotspare_files::{ReplicatedDir, Role};
+use hotspare_kernel::opener::Opener;
 
 /// Set for the agent: the directory that has `backing` and `mount`.
 const AGENT: &str = "HOTSPARE_TEST_AGENT";
+/// What it is to do.
+const WORK: &str = "HOTSPARE_TEST_WORK";
 const HANG: Duration = Duration::from_secs(30);
 
-/// Serves and flushes for ever, as an agent does. Does nothing when it is run as a test.
+/// Serves and does its work for ever. Does nothing when it is run as a test.
 #[test]
 fn agent() {
     let Some(directory) = std::env::var_os(AGENT) else { return };
-    let directory = std::path::PathBuf::from(directory);
+    let directory = Path::new(&directory);
     let (backing, mount) = (directory.join("backing"), directory.join("mount"));
     let served = ReplicatedDir::serve(&backing, &mount, Role::Primary).unwrap();
-    drop(served.initial_copy());
-    let _own = std::fs::File::create(mount.join("own")).unwrap();
-    loop {
-        served.flush().unwrap();
-        drop(served.cut().unwrap());
-        // Pages are dirty again when it dies.
-        std::thread::sleep(Duration::from_millis(20));
+    let opener = Opener::start().unwrap();
+    match std::env::var(WORK).unwrap().as_str() {
+        "flush" => {
+            drop(served.initial_copy());
+            // As one that is restored for the guest: the agent has it, too.
+            let file = mount.join("file");
+            let _own = opener.open(&file, libc::O_RDWR).unwrap();
+            loop {
+                served.flush().unwrap();
+                drop(served.cut().unwrap());
+            }
+        }
+        "open" => {
+            // The test says when.
+            std::io::stdin().read_line(&mut String::new()).unwrap();
+            drop(opener.open(&mount.join("file"), libc::O_RDONLY).unwrap());
+        }
+        other => panic!("{other}"),
     }
 }
 
 /// Writes to a mapping of a file for ever.
 const WRITER: &str = "
 import mmap, sys
-with open(sys.argv[1], 'w+b') as file:
-    file.truncate(1 << 20)
+with open(sys.argv[1], 'r+b') as file:
     memory = mmap.mmap(file.fileno(), 1 << 20)
     while True:
         for page in range(256):
             memory[page << 12] = (memory[page << 12] + 1) & 255
 ";
+
+/// Lets nobody open a file: says `ready`, and `waits` when somebody tries (fanotify(7)).
+const BLOCKER: &str = "
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+FAN_CLASS_CONTENT, FAN_MARK_ADD, FAN_OPEN_PERM, AT_FDCWD = 4, 1, 0x10000, -100
+group = libc.fanotify_init(FAN_CLASS_CONTENT, os.O_RDONLY)
+path = sys.argv[1].encode()
+marked = libc.fanotify_mark(group, FAN_MARK_ADD, ctypes.c_uint64(FAN_OPEN_PERM), AT_FDCWD, path)
+assert group >= 0 and marked == 0, os.strerror(ctypes.get_errno())
+print('ready', flush=True)
+os.read(group, 4096)
+print('waits', flush=True)
+sys.stdin.read()
+";
+
+/// An agent at work in a directory of its own. Whatever hangs is let go when this is dropped.
+struct Scene {
+    agent: Child,
+    /// Number of the FUSE connection.
+    connection: u64,
+    directory: tempfile::TempDir,
+}
+
+impl Scene {
+    fn new(work: &str) -> Scene {
+        let directory = tempfile::tempdir().unwrap();
+        for name in ["backing", "mount"] {
+            std::fs::create_dir(directory.path().join(name)).unwrap();
+        }
+        std::fs::write(directory.path().join("backing/file"), vec![1; 1 << 20]).unwrap();
+        let mut agent = Command::new(std::env::current_exe().unwrap());
+        agent.args(["--exact", "agent"]).env(AGENT, directory.path()).env(WORK, work);
+        agent.stdin(Stdio::piped());
+        let agent = agent.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        Scene { agent, connection: 0, directory }
+    }
+
+    /// Waits until it serves.
+    fn await_mount(&mut self) {
+        let mount = self.directory.path().join("mount");
+        while nix::sys::statfs::statfs(&mount).unwrap().filesystem_type()
+            != nix::sys::statfs::FUSE_SUPER_MAGIC
+        {
+            assert!(self.agent.try_wait().unwrap().is_none(), "the agent serves");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.connection = libc::minor(std::fs::metadata(&mount).unwrap().dev()).into();
+    }
+
+    /// Kills it; whether it goes away.
+    fn kill(&mut self) -> bool {
+        self.agent.kill().unwrap();
+        ends(&mut self.agent)
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        let mount = self.directory.path().join("mount");
+        let _ = nix::mount::umount2(&mount, nix::mount::MntFlags::MNT_DETACH);
+        if !matches!(self.agent.try_wait(), Ok(Some(_))) {
+            abort(self.connection, self.directory.path());
+            let _ = self.agent.kill();
+            let _ = self.agent.wait();
+        }
+    }
+}
+
+/// Ends a FUSE connection whose server is stuck.
+fn abort(connection: u64, directory: &Path) {
+    let place = directory.join("connections");
+    let _ = std::fs::create_dir(&place);
+    let flags = nix::mount::MsFlags::empty();
+    let none = None::<&str>;
+    if nix::mount::mount(Some("none"), &place, Some("fusectl"), flags, none).is_ok() {
+        let _ = std::fs::write(place.join(connection.to_string()).join("abort"), "1");
+        let _ = nix::mount::umount2(&place, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
 
 fn ends(child: &mut Child) -> bool {
     let deadline = Instant::now() + HANG;
@@ -49,30 +148,40 @@ fn ends(child: &mut Child) -> bool {
 }
 
 #[test]
-fn an_agent_that_is_killed_while_pages_are_dirty_ends() {
-    for round in 0..30u64 {
-        let directory = tempfile::tempdir().unwrap();
-        let mount = directory.path().join("mount");
-        std::fs::create_dir(directory.path().join("backing")).unwrap();
-        std::fs::create_dir(&mount).unwrap();
-        let this = std::env::current_exe().unwrap();
-        let mut agent = Command::new(this);
-        agent.args(["--exact", "agent"]).env(AGENT, directory.path()).stdout(Stdio::null());
-        let mut agent = agent.spawn().unwrap();
-        while nix::sys::statfs::statfs(&mount).unwrap().filesystem_type()
-            != nix::sys::statfs::FUSE_SUPER_MAGIC
-        {
-            assert!(agent.try_wait().unwrap().is_none(), "the agent serves");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+fn an_agent_that_is_killed_while_it_flushes_ends() {
+    for round in 0..10u64 {
+        let mut scene = Scene::new("flush");
+        scene.await_mount();
         let mut writer = Command::new("python3");
-        let mut writer = writer.args(["-c", WRITER]).arg(mount.join("file")).spawn().unwrap();
+        let file = scene.directory.path().join("mount/file");
+        let mut writer = writer.args(["-c", WRITER]).arg(file).spawn().unwrap();
         std::thread::sleep(Duration::from_millis(150 + round * 3));
         assert!(writer.try_wait().unwrap().is_none(), "the writer writes");
-        agent.kill().unwrap();
+        let ended = scene.kill();
         writer.kill().unwrap();
-        assert!(ends(&mut agent), "round {round}: the agent hangs in its own file system");
-        assert!(ends(&mut writer), "round {round}: the writer hangs");
-        let _ = nix::mount::umount2(&mount, nix::mount::MntFlags::MNT_DETACH);
+        let written = ended && ends(&mut writer);
+        drop(scene);
+        assert!(ended, "round {round}: the agent hangs in its own file system");
+        assert!(written, "round {round}: the writer hangs");
     }
+}
+
+#[test]
+fn an_agent_that_is_killed_while_it_opens_a_file_that_it_serves_ends() {
+    let mut scene = Scene::new("open");
+    let file = scene.directory.path().join("backing/file");
+    let mut blocker = Command::new("python3");
+    blocker.args(["-c", BLOCKER]).arg(file).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut blocker = blocker.spawn().unwrap();
+    let mut said = BufReader::new(blocker.stdout.take().unwrap()).lines();
+    assert_eq!(said.next().unwrap().unwrap(), "ready");
+    scene.await_mount();
+    scene.agent.stdin.take().unwrap().write_all(b"go\n").unwrap();
+    // The server is about to answer, and does not come to it.
+    assert_eq!(said.next().unwrap().unwrap(), "waits");
+    let ended = scene.kill();
+    drop(scene);
+    blocker.kill().unwrap();
+    blocker.wait().unwrap();
+    assert!(ended, "the agent hangs in its own file system");
 }

@@ -12,6 +12,7 @@ pub mod memory;
 pub mod namespace;
 pub mod netlink;
 pub mod news;
+pub mod opener;
 pub mod packet_tap;
 pub mod pagemap;
 pub mod pidfd;

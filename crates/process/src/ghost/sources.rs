@@ -11,6 +11,7 @@ use hotspare_image::memory::{
     AddressSpace, Backing, MappedFile, Mapping, SharedId, SharedKind, SharedMemory,
 };
 use hotspare_image::tree::GuestPid;
+use hotspare_kernel::opener::Opener;
 use hotspare_kernel::spawn;
 
 use super::body::{Body, Sources};
@@ -82,8 +83,9 @@ impl SourceSet {
             return Ok(());
         }
         let opened = namespaces
-            .run(|| wanted.into_iter().map(|key| (open(&key, roots), key)).collect::<Vec<_>>())
-            .map_err(GhostError::io("enter the guest's namespaces"))?;
+            .run(|| open_all(wanted, roots))
+            .map_err(GhostError::io("enter the guest's namespaces"))?
+            .map_err(GhostError::io("start to open mapped files"))?;
         for (file, key) in opened {
             let file = file.map_err(GhostError::io(format!("open mapped file {}", key.0)))?;
             self.files.insert(key, file);
@@ -207,20 +209,27 @@ impl Sources for SourceSet {
     }
 }
 
-fn open(key: &FileKey, roots: &[String]) -> std::io::Result<File> {
+type Opened = (std::io::Result<File>, FileKey);
+
+/// Opens all, those in directories of our own by an [`Opener`].
+fn open_all(wanted: Vec<FileKey>, roots: &[String]) -> std::io::Result<Vec<Opened>> {
+    let opener = if roots.is_empty() { None } else { Some(Opener::start()?) };
+    let each = wanted.into_iter().map(|key| (open(&key, roots, opener.as_ref()), key));
+    Ok(each.collect())
+}
+
+fn open(key: &FileKey, roots: &[String], opener: Option<&Opener>) -> std::io::Result<File> {
     let (path, unlinked, writable) = key;
-    if let Some(inode) = unlinked {
-        let root = roots
-            .iter()
-            .find(|root| std::path::Path::new(path).starts_with(root))
-            .or(roots.first())
-            .ok_or_else(|| std::io::Error::other("no replicated directory"))?;
-        let mount = File::open(root)?;
-        let flags = if *writable { libc::O_RDWR } else { libc::O_RDONLY };
-        let fd = hotspare_kernel::open_fuse_inode(mount.as_fd(), *inode, flags)?;
-        return Ok(fd.into());
+    let root = roots.iter().find(|root| std::path::Path::new(path).starts_with(root));
+    let flags = if *writable { libc::O_RDWR } else { libc::O_RDONLY };
+    match (unlinked, root.or(roots.first()), opener) {
+        (Some(inode), Some(root), Some(opener)) => {
+            Ok(opener.open_inode(root.as_ref(), *inode, flags)?.into())
+        }
+        (Some(_), _, _) => Err(std::io::Error::other("no replicated directory")),
+        (None, _, Some(opener)) if root.is_some() => Ok(opener.open(path.as_ref(), flags)?.into()),
+        (None, _, _) => File::options().read(true).write(*writable).open(path),
     }
-    File::options().read(true).write(*writable).open(path)
 }
 
 /// Frees all memory of a segment.

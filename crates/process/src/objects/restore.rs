@@ -7,6 +7,7 @@
 //! Order: what stands alone; pipes; sockets, whose queues may hold any of the others; inotify,
 //! which must not see the opening of the others; epoll, which refers to all.
 
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -14,7 +15,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use hotspare_image::memory::SharedId;
 use hotspare_image::objects::{Descriptor, FileId, Object, OpenFile};
 use hotspare_image::tree::{ClockReading, GuestPid, HostPath};
-use hotspare_kernel::{HostPid, KernelError, descriptor, open_fuse_inode};
+use hotspare_kernel::opener::Opener;
+use hotspare_kernel::{HostPid, KernelError, descriptor};
 
 use super::error::{ObjectError, ObjectResult};
 use super::remote_step::{self, RemoteStep};
@@ -53,6 +55,8 @@ pub struct RestoreContext<'a> {
     // `/proc/self/fd`, from before the thread entered the ghost's mount namespace: the ghost's
     // /proc does not show us.
     own: OwnedFd,
+    /// For paths that we may serve ourselves; started with the first.
+    opener: OnceCell<Opener>,
 }
 
 /// Opens `/proc/self/fd`; to be called before entering the ghost's mount namespace.
@@ -70,7 +74,15 @@ impl<'a> RestoreContext<'a> {
         age_ms: u32,
         own: OwnedFd,
     ) -> Self {
-        Self { parts, rules, clocks, age_ms, own }
+        Self { parts, rules, clocks, age_ms, own, opener: OnceCell::new() }
+    }
+
+    fn opener(&self) -> std::io::Result<&Opener> {
+        if let Some(opener) = self.opener.get() {
+            return Ok(opener);
+        }
+        let opener = Opener::start()?;
+        Ok(self.opener.get_or_init(|| opener))
     }
 
     /// Opens an existing path in the ghost's mount namespace with open(2) `flags`.
@@ -78,6 +90,13 @@ impl<'a> RestoreContext<'a> {
         let name = c_path(path)?;
         if !path.0.starts_with('/') {
             return Err(ObjectError::Image(format!("relative path {:?}", path.0)));
+        }
+        if self.rules.root(&path.0).is_some() {
+            let opened = self.opener();
+            return opened
+                .and_then(|opener| opener.open(path.0.as_ref(), opening(flags)))
+                .map_err(KernelError::io("open a file of the guest"))
+                .map_err(ObjectError::kernel(path.0.clone()));
         }
         descriptor::open_at(super::working_directory(), &name, opening(flags))
             .map_err(ObjectError::kernel(path.0.clone()))
@@ -94,11 +113,11 @@ impl<'a> RestoreContext<'a> {
             let reason = "its directory is not replicated on this host";
             ObjectError::refused(&path.0, reason)
         })?;
-        let root = self.open(&HostPath(root.to_owned()), libc::O_DIRECTORY as u32)?;
-        open_fuse_inode(root.as_fd(), inode, opening(flags)).map_err(|errno| {
-            let source = KernelError::from_errno("open deleted file", errno as i32);
-            ObjectError::Kernel { what: path.0.clone(), source }
-        })
+        let opened = self.opener();
+        opened
+            .and_then(|opener| opener.open_inode(root.as_ref(), inode, opening(flags)))
+            .map_err(KernelError::io("open deleted file"))
+            .map_err(ObjectError::kernel(path.0.clone()))
     }
 
     /// Opens what `file` is open on once more, as a description of its own.
