@@ -313,6 +313,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         patience: Patience::default(),
         unheard: Unheard::default(),
         told_late: false,
+        told_outrun: false,
     };
     primary.run()
 }

@@ -25,9 +25,12 @@ use crate::settings::Settings;
 
 /// Pages that may be left for the pause.
 const REST_PAGES: u64 = 512;
-/// More than that and the guest is let go again to pre-copy. Doubled each time, so that a guest
-/// that writes faster than we copy gets its checkpoint all the same.
+/// More than that and the guest is let go again to pre-copy. Doubled each time, and without limit
+/// after [`TRIES_MAX`], so that a guest that writes faster than we copy gets its checkpoint all the
+/// same, at the price of a longer pause.
 const REST_PAGES_MAX: u64 = 2048;
+/// How often a guest is let go again for one checkpoint.
+const TRIES_MAX: u32 = 3;
 /// Each round makes the guest fault once more for each page that it writes again.
 const ROUNDS: u32 = 3;
 /// Room that a spare's queue must have before more is copied; more than the largest piece.
@@ -60,6 +63,8 @@ pub struct EpochMaker {
     alike: Alike,
     /// The guest's address.
     pub network: Option<ServiceNetwork>,
+    /// How often the guest was let go again for the last checkpoint.
+    tries: u32,
     /// The next checkpoint is the last one.
     hold: bool,
     open: Option<Open>,
@@ -70,6 +75,10 @@ struct Open {
     position: Position,
     began: Instant,
     pages: u64,
+    /// Rounds of pre-copy that have begun, whatever the number of attempts they take.
+    rounds: u32,
+    /// What the last of them found, in pages.
+    found: u64,
     /// Tries that found too much to copy while the guest stood still.
     tries: u32,
     /// What waits for room.
@@ -104,6 +113,8 @@ pub struct Taken {
     pub began: Instant,
     pub captured: Captured,
     pub pages: u64,
+    /// The guest writes faster than it is copied: it was stopped however much was left.
+    pub outrun: bool,
 }
 
 impl EpochMaker {
@@ -130,6 +141,7 @@ impl EpochMaker {
             wire_bytes: BTreeMap::new(),
             alike: Alike::new(settings.rules()),
             network: None,
+            tries: 0,
             hold: false,
             open: None,
         }
@@ -217,7 +229,10 @@ impl EpochMaker {
             let _ = spare.begin(position, self.term, self.incomplete.contains(node));
         }
         let began = Instant::now();
-        self.open = Some(Open { position, began, pages: 0, tries: 0, outgoing, captured: None });
+        // What did not help the last time does not help now.
+        let tries = self.tries.saturating_sub(1);
+        let (pages, rounds, found, captured) = (0, 0, 0, None);
+        self.open = Some(Open { position, began, pages, rounds, found, tries, outgoing, captured });
     }
 
     /// Of a full checkpoint under way: pages that are copied, and all of them as far as is known.
@@ -278,11 +293,13 @@ impl EpochMaker {
             return Ok(Attempt::Later(Obstacle::Passing(READING.to_owned())));
         }
         match self.open.take() {
-            Some(Open { position, began, pages, captured: Some(captured), .. }) => {
+            Some(Open { position, began, pages, tries, captured: Some(captured), .. }) => {
+                self.tries = tries;
+                let outrun = tries >= TRIES_MAX;
                 self.each_spare(|spare| spare.end(position));
                 self.epoch = position.epoch;
                 self.incomplete.clear();
-                Ok(Attempt::Taken(Box::new(Taken { position, began, captured, pages })))
+                Ok(Attempt::Taken(Box::new(Taken { position, began, captured, pages, outrun })))
             }
             _ => Ok(Attempt::Later(Obstacle::Work)),
         }
@@ -324,14 +341,24 @@ impl EpochMaker {
         }
     }
 
-    /// Copies while the guest runs, until little is left.
+    /// Copies while the guest runs, until little is left or it does not get less. A round goes on
+    /// where the last attempt left it: beginning anew each time, a guest that writes more than an
+    /// attempt can copy would never be stopped.
     fn precopy(&mut self, until: Instant) -> ObjectResult<Option<Obstacle>> {
-        for _ in 0..ROUNDS {
-            let before = self.guest.backlog_pages();
-            self.guest.scan()?;
-            let found = self.guest.backlog_pages();
-            if found <= REST_PAGES {
-                break;
+        loop {
+            let Some(open) = &mut self.open else { break };
+            if self.guest.backlog_pages() == 0 || open.rounds == 0 {
+                // What a stop has found and left is a round of its own.
+                if open.rounds >= ROUNDS {
+                    break;
+                }
+                self.guest.scan()?;
+                let found = self.guest.backlog_pages();
+                let before = std::mem::replace(&mut open.found, found);
+                open.rounds += 1;
+                if found <= REST_PAGES || (before > 0 && found > before * 2) {
+                    break;
+                }
             }
             while self.guest.backlog_pages() > 0 {
                 let mut runs = Vec::new();
@@ -344,9 +371,6 @@ impl EpochMaker {
                 if obstacle.is_some() {
                     return Ok(obstacle);
                 }
-            }
-            if before > 0 && found > before * 2 {
-                break;
             }
         }
         Ok(None)
@@ -407,7 +431,10 @@ impl EpochMaker {
         };
         let all = self.stop_and_copy;
         let mut rules = CheckpointRules { objects: &mut take, copy_all: all };
-        let most = if all { u64::MAX } else { REST_PAGES_MAX.saturating_mul(1 << tries.min(40)) };
+        let most = match all || tries >= TRIES_MAX {
+            true => u64::MAX,
+            false => REST_PAGES_MAX << tries,
+        };
         let captured = guest.checkpoint(most, &mut rules, &mut cut);
         (captured, changes)
     }

@@ -50,6 +50,8 @@ pub struct Primary {
     pub unheard: Unheard,
     /// It has been said that checkpoints do not come.
     pub told_late: bool,
+    /// It has been said that the guest writes faster than it is copied.
+    pub told_outrun: bool,
 }
 
 /// How a spare can be reached.
@@ -162,6 +164,15 @@ impl Primary {
             face.spares = self.maker.spares.len();
         }
         tracing::debug!(parts = ?taken.captured.parts, "pause");
+        if taken.outrun && !self.told_outrun {
+            self.told_outrun = true;
+            self.agent.reporter.note(&format!(
+                "the guest writes faster than its memory can be copied beside it: it stood still \
+                 for {:.0} ms for this checkpoint, and will for others; a longer --epoch makes \
+                 that rarer",
+                taken.captured.parts.total.as_secs_f64() * 1000.0
+            ));
+        }
         let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
         let now_ns = now.map_or(0, |now| now.tv_sec() * 1_000_000_000 + now.tv_nsec());
         let age = Duration::from_nanos((now_ns as u64).saturating_sub(stop));

@@ -124,6 +124,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         patience: crate::patience::Patience::default(),
         unheard: crate::patience::Unheard::default(),
         told_late: false,
+        told_outrun: false,
     })
 }
 
