@@ -9,6 +9,10 @@
 //! key of the lane holds what writes 1 to `reached` made of it; later ones are *lost*. Any other
 //! state, such as write 7 present and write 6 absent, is wrong.
 //!
+//! The server may have had write `reached` + 1 in hand at that instant: received, but not done. It
+//! then does it after the failover, on a connection that is reset, while the client looks at its
+//! keys on a new one. So this one write may come late, but not over a newer one.
+//!
 //! Over all lanes there must be one such instant: no lane may still have a write that was sent
 //! after another lane's lost write was acknowledged. [`verify`] checks that.
 
@@ -67,6 +71,8 @@ enum Fate {
     Unknown,
     /// It was found to be missing.
     Missing,
+    /// It was found to be missing, and is the one that the server may have had in hand.
+    InHand,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -177,6 +183,24 @@ impl StoreLane {
         self.writes.get(usize::try_from(number).ok()?.checked_sub(1)?).map(|write| write.fate)
     }
 
+    /// Whether a key may hold write `found`, where we would expect write `expected`.
+    fn may_hold(&self, found: u64, expected: u64) -> bool {
+        match self.fate(found) {
+            _ if found == expected => true,
+            Some(Fate::Unknown) => true,
+            Some(Fate::InHand) => expected < found,
+            Some(Fate::Acknowledged | Fate::Missing) | None => false,
+        }
+    }
+
+    /// The server has this write after all.
+    fn came(&mut self, number: u64) {
+        let index = (number as usize).wrapping_sub(1);
+        if let Some(write) = self.writes.get_mut(index).filter(|one| one.fate == Fate::InHand) {
+            write.fate = Fate::Acknowledged;
+        }
+    }
+
     /// Looks at the keys written after `since` and takes the server's word for it, if it is a
     /// valid prefix. Returns how many are right.
     fn audit_recent(&mut self, connection: &mut Connection) -> Result<usize, ClientError> {
@@ -210,7 +234,7 @@ impl StoreLane {
         }
         for (key, found) in &found {
             let expected = expected[*key];
-            if *found != expected && self.fate(*found) != Some(Fate::Unknown) {
+            if !self.may_hold(*found, expected) {
                 let key = self.key(*key);
                 return Err(ClientError::Wrong(format!(
                     "{key} holds write {found}, not {expected}, though write {reached} is there"
@@ -220,6 +244,7 @@ impl StoreLane {
         self.settle(reached);
         let verified = found.len();
         for (key, number) in found {
+            self.came(number);
             self.values[key] = number;
         }
         Ok(verified)
@@ -227,10 +252,12 @@ impl StoreLane {
 
     /// The server has writes up to `reached`; those after it are missing.
     fn settle(&mut self, reached: u64) {
+        let mut fate = Fate::InHand;
         for write in &mut self.writes[reached as usize..] {
             if write.fate == Fate::Acknowledged {
-                write.fate = Fate::Missing;
+                write.fate = fate;
             }
+            fate = Fate::Missing;
         }
     }
 
@@ -260,18 +287,20 @@ impl StoreLane {
         let value = self.plan.protocol.take_get(connection)?;
         let found = self.number(key, value.as_deref())?;
         let expected = self.values[key];
-        if found != expected && self.fate(found) != Some(Fate::Unknown) {
+        if !self.may_hold(found, expected) {
             let key = self.key(key);
             return Err(ClientError::Wrong(format!(
                 "{key} went from write {expected} to {found} on one connection"
             )));
         }
+        self.came(found);
         self.values[key] = found;
         Ok(())
     }
 
     fn losses(&self) -> impl Iterator<Item = Loss> + '_ {
-        let is_lost = |write: &&Write| write.acknowledged && write.fate == Fate::Missing;
+        let is_gone = |fate: Fate| matches!(fate, Fate::Missing | Fate::InHand);
+        let is_lost = move |write: &&Write| write.acknowledged && is_gone(write.fate);
         let loss = |write: &Write| Loss { sent: write.sent, acknowledged: write.done };
         self.writes.iter().filter(is_lost).map(loss)
     }

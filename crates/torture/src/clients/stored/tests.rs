@@ -88,6 +88,43 @@ fn writes_of_the_last_moments_may_be_missing_after_a_death() {
     assert_eq!(undisturbed.wrongs.len(), 1, "without a death no write may be missing");
 }
 
+/// A lane that has lost its last three writes, and all that the server ever held.
+fn lane_after_a_loss() -> (StoreLane, SocketAddr, Table, HashMap<String, String>) {
+    let (server, table) = serve();
+    let mut lane = lane(8);
+    let mut connection = connect(server);
+    lane.open(&mut connection).unwrap();
+    (0..4).for_each(|key| lane.write(&mut connection, key).unwrap());
+    let past = lock(&table).clone();
+    (4..7).for_each(|key| lane.write(&mut connection, key).unwrap());
+    let lost = std::mem::replace(&mut *lock(&table), past);
+    lane.open(&mut connect(server)).unwrap();
+    (lane, server, table, lost)
+}
+
+#[test]
+fn the_write_in_hand_at_the_death_may_come_late_and_no_other() {
+    for (key, may_come) in [(4, true), (5, false)] {
+        let (mut lane, server, table, lost) = lane_after_a_loss();
+        let name = lane.key(key);
+        lock(&table).insert(name.clone(), lost[&name].clone());
+        assert_eq!(lane.close(&mut connect(server)).is_ok(), may_come);
+        assert_eq!(lane.losses().count(), if may_come { 2 } else { 3 });
+    }
+}
+
+#[test]
+fn a_late_write_over_a_newer_one_is_wrong() {
+    let (mut lane, server, table, lost) = lane_after_a_loss();
+    let death = Instant::now();
+    lane.write(&mut connect(server), 4).unwrap();
+    let name = lane.key(4);
+    lock(&table).insert(name.clone(), lost[&name].clone());
+    lane.close(&mut connect(server)).unwrap();
+    let verdict = verify(&[record(lane)], Some(death));
+    assert!(verdict.wrongs.iter().any(|wrong| wrong.contains("after the death")));
+}
+
 #[test]
 fn a_later_write_without_an_earlier_one_is_wrong() {
     let (server, table) = serve();
