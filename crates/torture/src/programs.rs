@@ -282,12 +282,15 @@ fn change_once(
     let spare = engine.spare(spare_host)?;
     let primary = engine.run(primary_host, &[spare_host], &program.command)?;
     watch.begin(stage)?;
+    let begun = Instant::now();
     let ends_by_itself = watch.length().is_some();
     let is_over = || ends_by_itself && Engine::is_over(&primary);
     match Engine::protected(&primary) {
         Err(_) if is_over() => return Ok(None),
         protected => drop(protected?),
     }
+    // Else what was put in at the start may be lost as well, and with it all that is compared.
+    Engine::committed_since(&primary, begun)?;
     let (least, most) = watch.length().map_or(program.kill, |length| (length / 20, length / 2));
     (Instant::now() + Dice::new(seed).between(least, most) / hurry).sleep_until();
     let changed = change_host(engine, stage, change);

@@ -162,6 +162,17 @@ impl Engine {
         found.ok_or_else(|| missing("protection", primary))
     }
 
+    /// Waits until what the guest of `primary` has done by `instant` is safe, or it has ended.
+    pub fn committed_since(primary: &Process, instant: Instant) -> Result<(), LabError> {
+        let is_since = |line: &Line| match event(line)? {
+            Event::Epoch { stop_ns, .. } => (stop_ns > instant.0).then_some(()),
+            Event::Exit { .. } => Some(()),
+            Event::Protected { .. } | Event::Failover(_) => None,
+        };
+        let found = primary.stdout().find(HANG, is_since);
+        found.ok_or_else(|| missing("a checkpoint", primary))
+    }
+
     /// Whether `primary` has said that its guest has ended by itself.
     pub fn is_over(primary: &Process) -> bool {
         let is_end = |line: &Line| matches!(event(line), Some(Event::Exit { .. }));
