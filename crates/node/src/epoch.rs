@@ -345,21 +345,7 @@ impl EpochMaker {
     /// where the last attempt left it: beginning anew each time, a guest that writes more than an
     /// attempt can copy would never be stopped.
     fn precopy(&mut self, until: Instant) -> ObjectResult<Option<Obstacle>> {
-        loop {
-            let Some(open) = &mut self.open else { break };
-            if self.guest.backlog_pages() == 0 || open.rounds == 0 {
-                // What a stop has found and left is a round of its own.
-                if open.rounds >= ROUNDS {
-                    break;
-                }
-                self.guest.scan()?;
-                let found = self.guest.backlog_pages();
-                let before = std::mem::replace(&mut open.found, found);
-                open.rounds += 1;
-                if found <= REST_PAGES || (before > 0 && found > before * 2) {
-                    break;
-                }
-            }
+        while self.is_worth_a_round()? {
             while self.guest.backlog_pages() > 0 {
                 let mut runs = Vec::new();
                 self.guest.precopy(PIECE_BYTES, &mut runs)?;
@@ -374,6 +360,23 @@ impl EpochMaker {
             }
         }
         Ok(None)
+    }
+
+    /// Whether to copy before the next stop: what a round or a stop has left, or what a new round
+    /// finds.
+    fn is_worth_a_round(&mut self) -> ObjectResult<bool> {
+        let Some(open) = &mut self.open else { return Ok(false) };
+        if self.guest.backlog_pages() > 0 && open.rounds > 0 {
+            return Ok(true);
+        }
+        if open.rounds >= ROUNDS {
+            return Ok(false);
+        }
+        self.guest.scan()?;
+        let found = self.guest.backlog_pages();
+        let before = std::mem::replace(&mut open.found, found);
+        open.rounds += 1;
+        Ok(found > REST_PAGES && (before == 0 || found <= before * 2))
     }
 
     /// Stops the guest and takes the rest; false if it was too much.

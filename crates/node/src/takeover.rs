@@ -1,7 +1,6 @@
 //! A spare becomes the primary.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -20,6 +19,7 @@ use hotspare_process::objects::restore::Restored;
 use hotspare_process::objects::socket::{self, SocketCapture};
 use hotspare_replica::HostRole;
 
+use crate::agent::Agent;
 use crate::door::Door;
 use crate::epoch::EpochMaker;
 use crate::launch::outside;
@@ -67,8 +67,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         directory.promote().context("take the replicated directory over")?;
     }
     let outage = detect + apply + held.settings.epoch;
-    let callers: Vec<_> = spare.agent.face().callers.iter().flat_map(Callers::open).collect();
-    let (restored, watch) = restore_files(&held, &image, &callers, outage)?;
+    let (restored, watch) = restore_files(&held, &image, &spare.agent, outage)?;
     let finalised = held.ghost.finalise(&restored.files, &restored.steps)?;
     let finalise = began.elapsed();
     if let Some(network) = held.network.as_mut() {
@@ -131,7 +130,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
 fn restore_files(
     held: &Held,
     image: &Checkpoint,
-    callers: &[(SocketAddr, SocketAddr)],
+    agent: &Agent,
     outage: Duration,
 ) -> anyhow::Result<(Restored, Option<GoLiveWatch>)> {
     let (input, output, errors) = (std::io::stdin(), std::io::stdout(), std::io::stderr());
@@ -140,7 +139,8 @@ fn restore_files(
         standard: [input.as_fd(), output.as_fd(), errors.as_fd()],
         age_ms: outage.as_millis() as u32,
     };
-    let watch = || GoLiveWatch::open(&image.files, callers, outage);
+    let callers: Vec<_> = agent.face().callers.iter().flat_map(Callers::open).collect();
+    let watch = || GoLiveWatch::open(&image.files, &callers, outage);
     let watch = held.ghost.namespaces().run(watch).context("enter the ghost")??;
     Ok((held.ghost.restore_files(&world)?, watch))
 }
