@@ -5,10 +5,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use hotspare_files::{ChangeSet, ReplicatedDir};
-use hotspare_image::{Checkpoint, Epoch, NodeId, Position, Term};
+use hotspare_image::{Epoch, NodeId, Position, Term};
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::capture::objects::ObjectCapture;
-use hotspare_process::capture::shared::SharedTable;
 use hotspare_process::capture::{Captured, CheckpointRules};
 use hotspare_process::guest::Guest;
 use hotspare_process::init::ClockOffsets;
@@ -20,6 +19,7 @@ use hotspare_process::pages::PageRun;
 use hotspare_replica::Sender;
 
 use crate::alike::{Alike, Told};
+use crate::beside::{Beside, Taking};
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY, Outgoing, PIECE_BYTES, Piece};
 use crate::settings::Settings;
 
@@ -37,6 +37,9 @@ const ROUNDS: u32 = 3;
 const ROOM_BYTES: usize = 4 << 20;
 /// Checkpoints on their way to a spare that it has not acknowledged: it keeps them in memory.
 const UNACKNOWLEDGED_MAX: usize = 8;
+/// So much of what was copied last before a pause is sent after it: whoever sends takes processors
+/// from those whom the guest waits for.
+const HELD_BYTES: u64 = 4 << 20;
 const READING: &str = "the files that the program uses are being read, to be compared";
 /// Longest time without a look at what else there is to do.
 const SLICE: Duration = Duration::from_millis(20);
@@ -44,7 +47,7 @@ const SLICE: Duration = Duration::from_millis(20);
 /// Takes checkpoints of a guest and hands them to the spares.
 pub struct EpochMaker {
     pub guest: Guest,
-    pub objects: ObjectCapture,
+    pub objects: Beside,
     pub offsets: ClockOffsets,
     pub names: (String, String),
     pub directories: Vec<ReplicatedDir>,
@@ -128,7 +131,7 @@ impl EpochMaker {
         let descriptors = DescriptorCapture::new(settings.rules(), outside);
         Self {
             guest,
-            objects: ObjectCapture { descriptors, sockets, ipc },
+            objects: Beside::new(ObjectCapture { descriptors, sockets, ipc }),
             offsets: ClockOffsets::default(),
             names: (String::new(), String::new()),
             directories: Vec::new(),
@@ -353,7 +356,13 @@ impl EpochMaker {
                     open.pages += runs.iter().map(PageRun::pages).sum::<u64>();
                     open.outgoing.add_runs(runs);
                 }
-                let obstacle = self.send_waiting(until)?;
+                let waiting = self.open.as_ref().map_or(0, |open| open.outgoing.page_bytes());
+                let obstacle = if waiting > HELD_BYTES {
+                    self.send_waiting(until)?
+                } else {
+                    self.guest.pump(&[], Duration::ZERO)?;
+                    (Instant::now() > until).then_some(Obstacle::Work)
+                };
                 if obstacle.is_some() {
                     return Ok(obstacle);
                 }
@@ -425,13 +434,8 @@ impl EpochMaker {
             }
             Ok(())
         };
-        let mut take = |guest: &Guest, shared: &mut SharedTable, checkpoint: &mut Checkpoint| {
-            if let Some(network) = network.as_mut().filter(|_| *hold) {
-                let cut = network.withdraw();
-                cut.map_err(|e| ObjectError::refused("the service address", e.to_string()))?;
-            }
-            objects.take(guest, shared, checkpoint)
-        };
+        let cut_off = network.as_mut().filter(|_| *hold);
+        let mut take = Taking { beside: objects, cut_off };
         let all = self.stop_and_copy;
         let mut rules = CheckpointRules { objects: &mut take, copy_all: all };
         let most = match all || tries >= TRIES_MAX {

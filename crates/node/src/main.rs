@@ -3,6 +3,7 @@
 
 mod agent;
 mod alike;
+mod beside;
 mod brain;
 mod cli;
 mod control;

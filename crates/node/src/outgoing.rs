@@ -80,6 +80,19 @@ impl Outgoing {
         self.0.push_back(Load::State { bytes, sent: 0 });
     }
 
+    /// Bytes of the pages that wait.
+    pub fn page_bytes(&self) -> u64 {
+        let bytes = |run: &PageRun| match &run.content {
+            Content::Bytes(bytes) => bytes.len() as u64,
+            Content::Zero(_) | Content::Discard(_) => 0,
+        };
+        let each = self.0.iter().map(|load| match load {
+            Load::Runs(waiting) => waiting.runs.iter().map(bytes).sum(),
+            Load::Files { .. } | Load::State { .. } => 0,
+        });
+        each.sum()
+    }
+
     /// The next piece; `None` if nothing waits.
     pub fn next(&mut self) -> Result<Option<Piece>, FilesError> {
         while let Some(load) = self.0.front_mut() {

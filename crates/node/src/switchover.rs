@@ -111,7 +111,7 @@ impl Primary {
 
     /// Tries to take the last checkpoint; returns how long to wait before the next try.
     pub fn try_freeze(&mut self) -> anyhow::Result<Duration> {
-        self.maker.objects.sockets.next_is_exact();
+        self.maker.objects.objects().sockets.next_is_exact();
         self.maker.hold(!self.maker.guest.is_held());
         let attempt = self.maker.attempt();
         self.maker.hold(false);

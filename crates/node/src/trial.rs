@@ -102,6 +102,7 @@ fn obstacles(
     rules: &hotspare_process::objects::rules::FileRules,
 ) -> anyhow::Result<Vec<Obstacle>> {
     let EpochMaker { guest, objects, .. } = maker;
+    let objects = objects.objects();
     let processes: Vec<HostPid> = guest.processes().collect();
     let own = std::process::id() as i32;
     let mut all = Vec::new();

@@ -11,6 +11,7 @@ use hotspare_image::tree::ProcessState;
 use hotspare_kernel::HostPid;
 use hotspare_kernel::memory::ProcMem;
 use hotspare_kernel::pagemap::{Pagemap, Query, category};
+use hotspare_process::capture::shared::SharedTable;
 use hotspare_process::capture::{Captured, CheckpointRules};
 use hotspare_process::guest::Guest;
 use hotspare_process::objects::error::ObjectError;
@@ -103,7 +104,8 @@ fn compare_checkpoints(guest: &mut Guest, count: usize) -> usize {
         let mut early = Vec::new();
         guest.scan().expect("scans");
         guest.precopy(1 << 30, &mut early).expect("copies");
-        let mut rules = CheckpointRules { objects: &mut |_, _, _| Ok(()), copy_all: false };
+        let mut nothing = |_: &Guest, _: &mut SharedTable, _: &mut Checkpoint| Ok(());
+        let mut rules = CheckpointRules { objects: &mut nothing, copy_all: false };
         let captured = match guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(())) {
             Ok(Some(captured)) => captured,
             Ok(None) | Err(ObjectError::Transient { .. }) => {

@@ -43,7 +43,7 @@ pub struct PauseParts {
     pub copy: Duration,
     /// Registers and everything else of threads and processes.
     pub registers: Duration,
-    /// Descriptors and what they point at.
+    /// Descriptors and what they point at, as far as they were not ready by then.
     pub objects: Duration,
     /// What the caller did meanwhile (cut of the file changes).
     pub files: Duration,
@@ -206,6 +206,7 @@ impl Guest {
         self.stop_all()?;
         parts.stop = begin.elapsed();
         let captured = self.checkpoint_stopped(backlog_max, rules, during, &mut parts);
+        rules.objects.end();
         let resume = Instant::now();
         let stays = self.stays_held && matches!(captured, Ok(Some(_)));
         let mut stood_still = if stays { self.all_stand_still() } else { self.resume_all() };
@@ -238,6 +239,7 @@ impl Guest {
     ) -> ObjectResult<Option<Captured>> {
         let mut clock = Lap::start();
         self.prepare_stopped()?;
+        rules.objects.begin(self);
         // Threads run calls of ours here, and the kernel may write their processor number into
         // their memory then: the scan comes after it.
         let mut checkpoint = self.capture_tree()?;
@@ -313,15 +315,43 @@ impl Guest {
     }
 }
 
-/// Captures the descriptors of the stopped guest into the checkpoint, and tells the table of shared
-/// memory which of it descriptors lead to.
-pub type ObjectsOf<'a> =
-    &'a mut dyn FnMut(&Guest, &mut SharedTable, &mut Checkpoint) -> ObjectResult<()>;
+/// Captures kernel objects of the stopped guest.
+pub trait Objects {
+    /// The guest stands still; nothing has been captured yet. What another thread can do may
+    /// begin.
+    fn begin(&mut self, _guest: &Guest) {}
+
+    /// Enters descriptors and IPC into the checkpoint, and tells the table of shared memory which
+    /// of it they lead to.
+    fn take(
+        &mut self,
+        guest: &Guest,
+        shared: &mut SharedTable,
+        checkpoint: &mut Checkpoint,
+    ) -> ObjectResult<()>;
+
+    /// The guest is about to go on, whatever came of it: nobody may look at it any more.
+    fn end(&mut self) {}
+}
+
+impl<F> Objects for F
+where
+    F: FnMut(&Guest, &mut SharedTable, &mut Checkpoint) -> ObjectResult<()>,
+{
+    fn take(
+        &mut self,
+        guest: &Guest,
+        shared: &mut SharedTable,
+        checkpoint: &mut Checkpoint,
+    ) -> ObjectResult<()> {
+        self(guest, shared, checkpoint)
+    }
+}
 
 /// What the capture must know of the world around the guest.
 pub struct CheckpointRules<'a> {
     /// Captures descriptors; see `objects::table`.
-    pub objects: ObjectsOf<'a>,
+    pub objects: &'a mut dyn Objects,
     /// Copies every page, written or not.
     pub copy_all: bool,
 }

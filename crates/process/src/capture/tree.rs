@@ -327,7 +327,7 @@ impl Guest {
         checkpoint: &mut Checkpoint,
     ) -> ObjectResult<()> {
         let mut shared = std::mem::take(&mut self.shared);
-        let taken = (rules.objects)(self, &mut shared, checkpoint);
+        let taken = rules.objects.take(self, &mut shared, checkpoint);
         self.shared = shared;
         taken
     }

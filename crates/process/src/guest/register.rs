@@ -1,6 +1,7 @@
 //! Who belongs to the guest.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Instant;
 
 use hotspare_image::tree::GuestPid;
@@ -23,7 +24,7 @@ pub struct Process {
     pub pid: HostPid,
     /// Guest number.
     pub guest_pid: GuestPid,
-    pub(crate) pidfd: OwnedFd,
+    pub(crate) pidfd: Arc<OwnedFd>,
     /// What is known of its memory; `None` until the first scan after birth or exec.
     pub(crate) space: Option<Space>,
     pub(crate) stub: Option<Stub>,
@@ -129,7 +130,7 @@ impl Guest {
         let process = Process {
             pid,
             guest_pid: GuestPid(status.inner[0]),
-            pidfd,
+            pidfd: Arc::new(pidfd),
             space: None,
             stub: None,
             cache: ProcessCache::new(pid),

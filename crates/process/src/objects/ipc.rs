@@ -179,15 +179,15 @@ impl IpcCapture {
         Ok(())
     }
 
-    /// Captures what is there into `checkpoint`, and enters segments into the table of shared
-    /// memory, which carries their bytes. The guest stands still.
-    pub fn capture_into(
+    /// Enters what was captured at this stop into `checkpoint`, and segments into the table of
+    /// shared memory, which carries their bytes.
+    pub fn enter(
         &mut self,
+        state: IpcState,
         guest_pid: GuestPidOf<'_>,
         shared: &mut SharedTable,
         checkpoint: &mut Checkpoint,
     ) -> ObjectResult<()> {
-        let state = self.capture(guest_pid)?;
         checkpoint.ipc = state.ipc;
         self.opened.retain(|id, _| state.segments.iter().any(|segment| segment.owner.id == *id));
         self.attached.clear();

@@ -1,0 +1,116 @@
+//! A thread that looks at the guest's kernel objects while the owner of the guest has its threads
+//! answer about themselves: the guest stands still for the longer of the two, not for both.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+
+use hotspare_image::Checkpoint;
+use hotspare_net::takeover::ServiceNetwork;
+use hotspare_process::capture::Objects;
+use hotspare_process::capture::objects::{ObjectCapture, Seen, StoppedProcesses};
+use hotspare_process::capture::shared::SharedTable;
+use hotspare_process::guest::Guest;
+use hotspare_process::objects::error::{ObjectError, ObjectResult};
+
+type Work = (ObjectCapture, StoppedProcesses);
+type Done = (ObjectCapture, ObjectResult<Seen>);
+
+/// The guest's objects, and the thread that helps to look at them.
+pub struct Beside {
+    /// Not here while the thread looks.
+    objects: Option<ObjectCapture>,
+    helper: Option<Helper>,
+}
+
+struct Helper {
+    work: Sender<Work>,
+    done: Receiver<Done>,
+}
+
+impl Helper {
+    /// None where there is no second processor, or no thread to be had.
+    fn start() -> Option<Self> {
+        if thread::available_parallelism().map_or(1, usize::from) < 2 {
+            return None;
+        }
+        let (work, to_do) = channel::<Work>();
+        let (answer, done) = channel();
+        let help = move || {
+            for (mut objects, processes) in to_do {
+                let seen = objects.look(processes);
+                if answer.send((objects, seen)).is_err() {
+                    return;
+                }
+            }
+        };
+        thread::Builder::new().name("objects".into()).spawn(help).ok()?;
+        Some(Self { work, done })
+    }
+}
+
+impl Beside {
+    /// With a helper if there is a processor for it.
+    pub fn new(objects: ObjectCapture) -> Self {
+        Self { objects: Some(objects), helper: Helper::start() }
+    }
+
+    /// The objects; between two checkpoints they are here.
+    pub fn objects(&mut self) -> &mut ObjectCapture {
+        self.objects.as_mut().expect("nobody looks at the guest between two checkpoints")
+    }
+
+    fn begin(&mut self, guest: &Guest) {
+        let Some(helper) = &self.helper else { return };
+        let Some(objects) = self.objects.take() else { return };
+        if let Err(unsent) = helper.work.send((objects, StoppedProcesses::of(guest))) {
+            self.objects = Some(unsent.0.0);
+        }
+    }
+
+    /// Waits for the helper, if it has been asked.
+    fn collect(&mut self) -> Option<ObjectResult<Seen>> {
+        if self.objects.is_some() {
+            return None;
+        }
+        let helper = self.helper.as_ref()?;
+        // It ends early only by a panic, which has been told, and the objects are lost with it.
+        let (objects, seen) = helper.done.recv().expect("the thread \"objects\" answers");
+        self.objects = Some(objects);
+        Some(seen)
+    }
+}
+
+/// The objects of one checkpoint.
+pub struct Taking<'a> {
+    pub beside: &'a mut Beside,
+    /// The guest is to be cut off before its objects are looked at.
+    pub cut_off: Option<&'a mut ServiceNetwork>,
+}
+
+impl Objects for Taking<'_> {
+    fn begin(&mut self, guest: &Guest) {
+        if self.cut_off.is_none() {
+            self.beside.begin(guest);
+        }
+    }
+
+    fn take(
+        &mut self,
+        guest: &Guest,
+        shared: &mut SharedTable,
+        checkpoint: &mut Checkpoint,
+    ) -> ObjectResult<()> {
+        if let Some(network) = &mut self.cut_off {
+            let cut = network.withdraw();
+            cut.map_err(|e| ObjectError::refused("the service address", e.to_string()))?;
+        }
+        match self.beside.collect() {
+            Some(seen) => self.beside.objects().enter(seen?, guest, shared, checkpoint),
+            None => self.beside.objects().take(guest, shared, checkpoint),
+        }
+    }
+
+    fn end(&mut self) {
+        drop(self.beside.collect());
+    }
+}
