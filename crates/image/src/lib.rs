@@ -3,6 +3,7 @@
 
 mod macros;
 
+pub mod bytes;
 pub mod checkpoint;
 pub mod files;
 pub mod ids;
@@ -12,5 +13,6 @@ pub mod objects;
 pub mod sockets;
 pub mod tree;
 
+pub use bytes::SharedBytes;
 pub use checkpoint::{Checkpoint, ImageError};
 pub use ids::{Epoch, EventIndex, NodeId, Position, Term};

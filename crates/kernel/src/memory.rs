@@ -58,6 +58,27 @@ pub fn write(pid: HostPid, spans: &[Span], source: &[u8]) -> Result<usize> {
     Ok(done)
 }
 
+/// Writes pieces to their addresses in `pid`, as [`write`] does.
+pub fn write_pieces(pid: HostPid, pieces: &[(u64, &[u8])]) -> Result<usize> {
+    let mut done = 0;
+    for chunk in pieces.chunks(SPANS_PER_CALL) {
+        let spans: Vec<Span> = chunk.iter().map(|(start, bytes)| (*start, bytes.len())).collect();
+        let remote = iovecs(&spans);
+        let local = chunk.iter().map(|(_, bytes)| (bytes.as_ptr() as u64, bytes.len()));
+        let local = iovecs(&local.collect::<Vec<Span>>());
+        let wanted: usize = spans.iter().map(|span| span.1).sum();
+        let (ours, theirs) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
+        let (local, remote) = (local.as_ptr(), remote.as_ptr());
+        // SAFETY: `local` describes borrows that the call only reads.
+        let got = unsafe { libc::process_vm_writev(pid.0, local, ours, remote, theirs, 0) };
+        match transferred(pid, "write guest memory", got)? {
+            got if got < wanted => return Ok(done + got),
+            got => done += got,
+        }
+    }
+    Ok(done)
+}
+
 fn iovecs(spans: &[Span]) -> Vec<libc::iovec> {
     spans
         .iter()

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use hotspare_files::FilesError;
+use hotspare_image::SharedBytes;
 use hotspare_image::memory::{PAGE_BYTES, PageOwner};
 use hotspare_process::pages::{Content, PageRun};
 use hotspare_replica::{Broken, PageBatch, Sender};
@@ -144,8 +145,7 @@ impl WaitingRuns {
         let owner = first.owner;
         match first.content {
             Content::Bytes(_) => {
-                let (heads, bytes) = self.take_bytes(owner);
-                let batch = PageBatch::new(owner, heads, bytes);
+                let batch = PageBatch::of(owner, self.take_bytes(owner));
                 Some(Piece::Pages(Arc::new(batch.expect("whole pages at their addresses"))))
             }
             Content::Zero(_) => {
@@ -159,19 +159,18 @@ impl WaitingRuns {
         }
     }
 
-    fn take_bytes(&mut self, owner: PageOwner) -> (Vec<hotspare_replica::PageRun>, Vec<u8>) {
-        let (mut heads, mut bytes) = (Vec::new(), Vec::new());
+    fn take_bytes(&mut self, owner: PageOwner) -> Vec<(u64, SharedBytes)> {
+        let mut pieces = Vec::new();
         let mut room = PIECE_BYTES / PAGE_BYTES;
         while room > 0
-            && heads.len() < RUNS_TOGETHER
+            && pieces.len() < RUNS_TOGETHER
             && let Some(run) = self.runs.front()
             && run.owner == owner
             && let Content::Bytes(content) = &run.content
         {
             let pages = (run.pages() - self.gone).min(room);
             let (from, to) = (self.gone * PAGE_BYTES, (self.gone + pages) * PAGE_BYTES);
-            bytes.extend_from_slice(&content[from as usize..to as usize]);
-            heads.push(hotspare_replica::PageRun { first: run.start + from, pages: pages as u32 });
+            pieces.push((run.start + from, content.part(from as usize..to as usize)));
             room -= pages;
             self.gone += pages;
             if self.gone == run.pages() {
@@ -179,7 +178,7 @@ impl WaitingRuns {
                 self.gone = 0;
             }
         }
-        (heads, bytes)
+        pieces
     }
 
     fn take_heads(
@@ -218,8 +217,9 @@ mod tests {
     const OWNER: PageOwner = PageOwner::Mm(MmId(1));
 
     fn bytes(start: u64, pages: u64) -> PageRun {
-        let content = (0..pages * PAGE_BYTES).map(|at| (at / PAGE_BYTES + start) as u8).collect();
-        PageRun { owner: OWNER, start: start * PAGE_BYTES, content: Content::Bytes(content) }
+        let content: Vec<u8> =
+            (0..pages * PAGE_BYTES).map(|at| (at / PAGE_BYTES + start) as u8).collect();
+        PageRun { owner: OWNER, start: start * PAGE_BYTES, content: Content::Bytes(content.into()) }
     }
 
     #[test]
@@ -235,12 +235,12 @@ mod tests {
         while let Some(piece) = outgoing.next().expect("reads no file") {
             match piece {
                 Piece::Pages(batch) => {
-                    assert!(batch.bytes().len() as u64 <= PIECE_BYTES);
-                    let mut at = 0;
+                    assert!(batch.byte_count() as u64 <= PIECE_BYTES);
+                    let mut bytes = batch.pages();
                     for run in batch.runs() {
                         for page in 0..u64::from(run.pages) {
-                            pages.push((run.first + page * PAGE_BYTES, batch.bytes()[at]));
-                            at += PAGE_BYTES as usize;
+                            let content = bytes.next().expect("a page of the run");
+                            pages.push((run.first + page * PAGE_BYTES, content[0]));
                         }
                     }
                     order.push('p');

@@ -16,8 +16,8 @@ use hotspare_process::pages::{Content, PageRun};
 use hotspare_replica::heartbeat::HeartKey;
 use hotspare_replica::message::{Refuse, RefuseCode, SwitchoverOffer};
 use hotspare_replica::{
-    Channel, Goodbye, GoodbyeCode, Greeting, Hello, Incoming, Receiver, Replier, StagedCheckpoint,
-    StagingLimits, closed,
+    Channel, Goodbye, GoodbyeCode, Greeting, Hello, Incoming, Receiver, Replier, Staged,
+    StagedCheckpoint, StagingLimits, closed,
 };
 
 use crate::agent::{Agent, Joined, Message, StreamId};
@@ -418,11 +418,11 @@ impl Spare {
     }
 }
 
-fn page_run((owner, start, content): (PageOwner, u64, hotspare_replica::Content<'_>)) -> PageRun {
+fn page_run((owner, start, content): (PageOwner, u64, Staged)) -> PageRun {
     let content = match content {
-        hotspare_replica::Content::Zero(pages) => Content::Zero(pages.into()),
-        hotspare_replica::Content::Discard(pages) => Content::Discard(pages.into()),
-        hotspare_replica::Content::Bytes(bytes) => Content::Bytes(bytes.to_vec()),
+        Staged::Zero(pages) => Content::Zero(pages.into()),
+        Staged::Discard(pages) => Content::Discard(pages.into()),
+        Staged::Bytes(bytes) => Content::Bytes(bytes),
     };
     PageRun { owner, start, content }
 }

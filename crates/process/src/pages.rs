@@ -9,6 +9,7 @@
 //! mapping was made anew, a `Discard` of its whole range stands before its first page, so bytes
 //! copied from an older mapping at the same place never show through.
 
+use hotspare_image::SharedBytes;
 use hotspare_image::memory::{PAGE_BYTES, PageOwner};
 
 /// Consecutive pages of one owner with the same fate.
@@ -26,7 +27,7 @@ pub struct PageRun {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Content {
     /// These bytes; whole pages.
-    Bytes(Vec<u8>),
+    Bytes(SharedBytes),
     /// Zeroes, this many pages.
     Zero(u64),
     /// Nothing of their own, this many pages: back to zero, or to the file's content in a private

@@ -10,7 +10,9 @@ use hotspare_image::memory::{MmId, PageOwner};
 use hotspare_image::{Epoch, Position, Term};
 use hotspare_replica::bases::PAGE;
 use hotspare_replica::fuzz::Dice;
-use hotspare_replica::pages::{Effort, PAGES_PER_FRAME_MAX, PageDecoder, PageEncoder};
+use hotspare_replica::pages::{
+    Effort, PAGES_PER_FRAME_MAX, PageDecoder, PageEncoder, encode_plain,
+};
 use hotspare_replica::{
     Channel, Compression, Identity, Incoming, PageBatch, PageRun, Receiver, Replier, Security,
     StagingLimits, keys, sender,
@@ -54,7 +56,14 @@ fn encoding(name: &str, effort: Effort, fresh: bool, mut change: impl FnMut(u64,
         }
         let mut payload = Vec::with_capacity(2 << 20);
         let start = Instant::now();
-        encoder.encode(OWNER, &runs, &bytes, effort, &mut payload);
+        let mut pages: Vec<&[u8]> = bytes.chunks_exact(PAGE).collect();
+        match effort {
+            Effort::Squeeze => drop(encoder.squeeze(OWNER, &runs, &pages, &mut payload)),
+            Effort::Plain => {
+                encode_plain(OWNER, &runs, &mut pages, &mut payload);
+                pages.iter().for_each(|page| payload.extend_from_slice(page));
+            }
+        }
         encode.push(start.elapsed().as_secs_f64());
         size = payload.len();
         let start = Instant::now();

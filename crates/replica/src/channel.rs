@@ -1,6 +1,6 @@
 //! The connection below the frames: plain TCP, or TLS 1.3 with certificates on both sides.
 
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -182,6 +182,10 @@ impl Write for Channel {
         self.write.write(bytes)
     }
 
+    fn write_vectored(&mut self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.write.write_vectored(pieces)
+    }
+
     fn flush(&mut self) -> io::Result<()> {
         self.write.flush()
     }
@@ -253,6 +257,13 @@ impl Write for WriteHalf {
         match self {
             WriteHalf::Plain(stream) => stream.write(bytes),
             WriteHalf::Tls(writer) => writer.write(bytes),
+        }
+    }
+
+    fn write_vectored(&mut self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
+        match self {
+            WriteHalf::Plain(stream) => stream.write_vectored(pieces),
+            WriteHalf::Tls(writer) => writer.write_vectored(pieces),
         }
     }
 
@@ -331,6 +342,22 @@ impl TlsWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let piece = &bytes[..bytes.len().min(TLS_PIECE)];
         let taken = lock(&self.session).writer().write(piece)?;
+        self.send_sealed()?;
+        Ok(taken)
+    }
+
+    /// As many of the pieces as are given to TLS at once, or the beginning of the first.
+    fn write_vectored(&mut self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
+        let mut bytes = 0;
+        let fits = |piece: &&IoSlice<'_>| {
+            bytes += piece.len();
+            bytes <= TLS_PIECE
+        };
+        let count = pieces.iter().take_while(fits).count();
+        if count == 0 {
+            return pieces.first().map_or(Ok(0), |piece| self.write(piece));
+        }
+        let taken = lock(&self.session).writer().write_vectored(&pieces[..count])?;
         self.send_sealed()?;
         Ok(taken)
     }

@@ -5,7 +5,7 @@
 
 use std::io::{self, Read};
 
-use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_64_with_seed};
 
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"HSpr";
@@ -169,14 +169,29 @@ impl FrameBuffer {
         let length = self.bytes.len() - HEADER_BYTES;
         assert!(length <= PAYLOAD_BYTES_MAX, "a frame of {length} bytes");
         let (head, payload) = self.bytes.split_at_mut(HEADER_BYTES);
-        head[0..4].copy_from_slice(&MAGIC);
-        head[4..6].copy_from_slice(&kind.number().to_le_bytes());
-        head[6..8].copy_from_slice(&flags.to_le_bytes());
-        head[8..12].copy_from_slice(&(length as u32).to_le_bytes());
-        head[12..16].fill(0);
+        put_header(head, kind, flags, length);
         let checksum = checksum(&head[..16], payload);
         head[16..24].copy_from_slice(&checksum.to_le_bytes());
         &self.bytes
+    }
+
+    /// The same for a payload that goes on in `tail`, which is to be sent behind it: large contents
+    /// need not be copied into the buffer. Gives the checksum.
+    ///
+    /// # Panics
+    /// If the payload is longer than [`PAYLOAD_BYTES_MAX`].
+    pub fn seal_with(&mut self, kind: Kind, flags: u16, tail: &[&[u8]]) -> u64 {
+        let behind: usize = tail.iter().map(|piece| piece.len()).sum();
+        let length = self.bytes.len() - HEADER_BYTES + behind;
+        assert!(length <= PAYLOAD_BYTES_MAX, "a frame of {length} bytes");
+        let (head, payload) = self.bytes.split_at_mut(HEADER_BYTES);
+        put_header(head, kind, flags, length);
+        let mut hash = Xxh3::with_seed(xxh3_64(&head[..16]));
+        hash.update(payload);
+        tail.iter().for_each(|piece| hash.update(piece));
+        let checksum = hash.digest();
+        head[16..24].copy_from_slice(&checksum.to_le_bytes());
+        checksum
     }
 
     /// The frame [`FrameBuffer::seal`] made last.
@@ -184,6 +199,15 @@ impl FrameBuffer {
     pub fn sealed(&self) -> &[u8] {
         &self.bytes
     }
+}
+
+/// All of a header but its checksum.
+fn put_header(head: &mut [u8], kind: Kind, flags: u16, length: usize) {
+    head[0..4].copy_from_slice(&MAGIC);
+    head[4..6].copy_from_slice(&kind.number().to_le_bytes());
+    head[6..8].copy_from_slice(&flags.to_le_bytes());
+    head[8..12].copy_from_slice(&(length as u32).to_le_bytes());
+    head[12..16].fill(0);
 }
 
 /// XXH3-64 of the payload, seeded with XXH3-64 of the header's first 16 bytes.
@@ -276,6 +300,23 @@ mod tests {
         let mut reader = FrameReader::default();
         let read = reader.read(&mut bytes.as_slice()).unwrap();
         assert_eq!((read.kind, read.payload), (Kind::State, &b"the state"[..]));
+    }
+
+    #[test]
+    fn a_frame_with_a_tail_is_the_frame_of_all_of_it() {
+        let content: Vec<u8> = (0..9000u32).map(|at| (at * 7) as u8).collect();
+        for (first, second) in [(0, 0), (10, 0), (10, 200), (300, 4396), (9000, 9000)] {
+            let mut parted = FrameBuffer::default();
+            parted.extend(&content[..first]);
+            let tail = [&content[first..second.max(first)], &content[second.max(first)..]];
+            let checksum = parted.seal_with(Kind::Pages, FLAG_REMEMBER, &tail);
+            let bytes = [parted.sealed(), tail[0], tail[1]].concat();
+            let mut whole = FrameBuffer::default();
+            whole.extend(&content);
+            assert!(bytes == whole.seal(Kind::Pages, FLAG_REMEMBER), "{first}, {second}");
+            let mut reader = FrameReader::default();
+            assert_eq!(reader.read(&mut bytes.as_slice()).unwrap().checksum, checksum);
+        }
     }
 
     #[test]

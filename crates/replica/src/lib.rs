@@ -30,4 +30,4 @@ pub use sender::{
     Broken, Committed, Compression, PacketSender, PageBatch, Reply, ReplyReader, SendStats, Sender,
     Writer, sender,
 };
-pub use staging::{StagedCheckpoint, StagingLimits};
+pub use staging::{Staged, StagedCheckpoint, StagingLimits};

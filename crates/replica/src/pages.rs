@@ -140,50 +140,40 @@ impl Default for PageEncoder {
 }
 
 impl PageEncoder {
-    /// Appends the payload of one Pages frame: `bytes` holds the pages of `runs` one after another.
-    /// With [`Effort::Squeeze`] the frame must carry [`crate::frame::FLAG_REMEMBER`].
+    /// Appends the payload of one Pages frame, compressed: `pages` are those of `runs` one after
+    /// another. The frame must carry [`crate::frame::FLAG_REMEMBER`].
     ///
     /// # Panics
-    /// If there are more than [`PAGES_PER_FRAME_MAX`] pages or `bytes` does not match `runs`.
-    pub fn encode(
+    /// If there are more than [`PAGES_PER_FRAME_MAX`] pages or `pages` does not match `runs`.
+    pub fn squeeze(
         &mut self,
         owner: PageOwner,
         runs: &[PageRun],
-        bytes: &[u8],
-        effort: Effort,
+        pages: &[&[u8]],
         payload: &mut Vec<u8>,
     ) -> EncodeCounts {
-        let pages: usize = runs.iter().map(|run| run.pages as usize).sum();
-        assert!(pages <= PAGES_PER_FRAME_MAX && pages * PAGE == bytes.len(), "{pages} pages");
-        put_head(owner, runs, RunKind::Described, payload);
+        let table = put_described(owner, runs, pages, payload);
         let mut counts = EncodeCounts::default();
         let mut addresses = addresses(runs);
         let mut trial = Trial::default();
-        let table = payload.len();
-        payload.resize(table + pages * 2, 0);
-        for (number, page) in bytes.chunks_exact(PAGE).enumerate() {
+        for (number, page) in pages.iter().enumerate() {
             let name = (owner, addresses.next().unwrap_or_default());
             let before = payload.len();
             let encoding = if is_zero(page) {
                 Encoding::Zero
-            } else if effort == Effort::Plain {
-                payload.extend_from_slice(page);
-                Encoding::Raw
             } else {
-                let encoding = self.squeeze(name, page, &mut trial, payload);
+                let encoding = self.squeeze_page(name, page, &mut trial, payload);
                 self.bases.insert(name, page);
                 encoding
             };
             counts.add(encoding);
-            let length = (payload.len() - before) as u16;
-            let descriptor = encoding.number() << 13 | length;
-            let at = table + number * 2;
-            payload[at..at + 2].copy_from_slice(&descriptor.to_le_bytes());
+            let length = payload.len() - before;
+            put_descriptor(payload, table, number, encoding, length);
         }
         counts
     }
 
-    fn squeeze(
+    fn squeeze_page(
         &mut self,
         name: PageName,
         page: &[u8],
@@ -210,6 +200,59 @@ impl PageEncoder {
         payload.extend_from_slice(page);
         Encoding::Raw
     }
+}
+
+/// Appends the head of a Pages frame and leaves in `pages` those whose bytes follow it as they are:
+/// all but zero pages.
+///
+/// # Panics
+/// As [`PageEncoder::squeeze`].
+pub fn encode_plain(
+    owner: PageOwner,
+    runs: &[PageRun],
+    pages: &mut Vec<&[u8]>,
+    payload: &mut Vec<u8>,
+) -> EncodeCounts {
+    let table = put_described(owner, runs, pages, payload);
+    let mut counts = EncodeCounts::default();
+    let mut number = 0;
+    pages.retain(|page| {
+        let (encoding, length) =
+            if is_zero(page) { (Encoding::Zero, 0) } else { (Encoding::Raw, PAGE) };
+        counts.add(encoding);
+        put_descriptor(payload, table, number, encoding, length);
+        number += 1;
+        encoding == Encoding::Raw
+    });
+    counts
+}
+
+/// Appends everything before the bodies of described pages; where their descriptors are.
+fn put_described(
+    owner: PageOwner,
+    runs: &[PageRun],
+    pages: &[&[u8]],
+    payload: &mut Vec<u8>,
+) -> usize {
+    let count: usize = runs.iter().map(|run| run.pages as usize).sum();
+    let whole = pages.iter().all(|page| page.len() == PAGE);
+    assert!(count <= PAGES_PER_FRAME_MAX && count == pages.len() && whole, "{count} pages");
+    put_head(owner, runs, RunKind::Described, payload);
+    let table = payload.len();
+    payload.resize(table + count * 2, 0);
+    table
+}
+
+fn put_descriptor(
+    payload: &mut [u8],
+    table: usize,
+    number: usize,
+    encoding: Encoding,
+    length: usize,
+) {
+    let descriptor = encoding.number() << 13 | length as u16;
+    let at = table + number * 2;
+    payload[at..at + 2].copy_from_slice(&descriptor.to_le_bytes());
 }
 
 /// Whether the next page is worth a try, from how the last ones went.
@@ -517,6 +560,10 @@ mod tests {
         pages
     }
 
+    fn cut(bytes: &[u8]) -> Vec<&[u8]> {
+        bytes.chunks_exact(PAGE).collect()
+    }
+
     fn noise(seed: u64) -> Vec<u8> {
         (0..PAGE as u64 / 8)
             .flat_map(|i| xxh3_64(&(seed + i).to_le_bytes()).to_le_bytes())
@@ -533,7 +580,7 @@ mod tests {
             let bytes = [touched.clone(), vec![0; PAGE], text.clone()].concat();
             let runs = [PageRun { first: 0x1000, pages: 2 }, PageRun { first: 0x9000, pages: 1 }];
             let mut payload = Vec::new();
-            let counts = encoder.encode(OWNER, &runs, &bytes, Effort::Squeeze, &mut payload);
+            let counts = encoder.squeeze(OWNER, &runs, &cut(&bytes), &mut payload);
             assert_eq!((counts.raw, counts.zero, counts.lz4, counts.xor), expected);
             let pages = decoded(&mut decoder, &payload, true);
             let addresses: Vec<u64> = pages.iter().map(|page| page.0).collect();
@@ -576,6 +623,20 @@ mod tests {
     }
 
     #[test]
+    fn plain_pages_follow_their_head() {
+        let bytes = [noise(1), vec![0; PAGE], noise(2)].concat();
+        let runs = [PageRun { first: 0x1000, pages: 2 }, PageRun { first: 0x9000, pages: 1 }];
+        let (mut pages, mut payload) = (cut(&bytes), Vec::new());
+        let counts = encode_plain(OWNER, &runs, &mut pages, &mut payload);
+        assert_eq!((counts.raw, counts.zero, pages.len()), (2, 1, 2));
+        pages.iter().for_each(|page| payload.extend_from_slice(page));
+        let back = decoded(&mut PageDecoder::default(), &payload, false);
+        let addresses: Vec<u64> = back.iter().map(|page| page.0).collect();
+        assert_eq!(addresses, [0x1000, 0x2000, 0x9000]);
+        assert!(back.into_iter().flat_map(|page| page.1).eq(bytes));
+    }
+
+    #[test]
     fn a_page_sent_again_after_a_discard_comes_back_as_it_is() {
         let (mut encoder, mut decoder) = (PageEncoder::default(), PageDecoder::default());
         let run = [PageRun { first: 0x1000, pages: 1 }];
@@ -583,7 +644,7 @@ mod tests {
         for round in 0..3 {
             page[9] = round;
             let mut payload = Vec::new();
-            let counts = encoder.encode(OWNER, &run, &page, Effort::Squeeze, &mut payload);
+            let counts = encoder.squeeze(OWNER, &run, &[&page], &mut payload);
             assert_eq!(counts.xor, u64::from(round > 0));
             let pages = decoded(&mut decoder, &payload, true);
             assert!(pages == [(0x1000, page.clone())]);
@@ -609,8 +670,11 @@ mod tests {
             .collect();
         let bytes: Vec<u8> = (0..PAGES_PER_FRAME_MAX as u64).flat_map(noise).collect();
         let mut payload = Vec::new();
-        PageEncoder::default().encode(OWNER, &runs, &bytes, Effort::Plain, &mut payload);
-        assert!(payload.len() <= crate::frame::PAYLOAD_BYTES_MAX);
+        let mut pages = cut(&bytes);
+        let counts = encode_plain(OWNER, &runs, &mut pages, &mut payload);
+        assert_eq!((counts.raw as usize, pages.len()), (PAGES_PER_FRAME_MAX, PAGES_PER_FRAME_MAX));
+        let bodies: usize = pages.iter().map(|page| page.len()).sum();
+        assert!(payload.len() + bodies <= crate::frame::PAYLOAD_BYTES_MAX);
     }
 
     #[test]
@@ -618,9 +682,9 @@ mod tests {
         let (page, mut payload) = (noise(3), Vec::new());
         let run = [PageRun { first: 0x1000, pages: 1 }];
         let mut encoder = PageEncoder::default();
-        encoder.encode(OWNER, &run, &page, Effort::Squeeze, &mut payload);
+        encoder.squeeze(OWNER, &run, &[&page], &mut payload);
         payload.clear();
-        encoder.encode(OWNER, &run, &page, Effort::Squeeze, &mut payload);
+        encoder.squeeze(OWNER, &run, &[&page], &mut payload);
         let error = PageDecoder::default().decode(&payload, true, |_, _, _| Ok(())).unwrap_err();
         assert!(error.to_string().contains("never sent"), "{error}");
     }

@@ -1,13 +1,13 @@
 //! The primary's end of the stream: checkpoints out, acknowledgements in.
 
 use std::collections::VecDeque;
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotspare_image::files::FileIdentity;
 use hotspare_image::memory::PageOwner;
-use hotspare_image::{Position, Term};
+use hotspare_image::{Position, SharedBytes, Term};
 
 use crate::bases::PAGE;
 use crate::frame::{FLAG_REMEMBER, FrameBuffer, FrameError, FrameReader, Kind, PAYLOAD_BYTES_MAX};
@@ -16,7 +16,7 @@ use crate::message::{
 };
 use crate::pages::{
     Effort, EncodeCounts, PAGES_PER_FRAME_MAX, PageEncoder, PageRun, RUNS_PER_FRAME_MAX,
-    encode_discard_runs, encode_zero_runs,
+    encode_discard_runs, encode_plain, encode_zero_runs,
 };
 use crate::staging::chain;
 
@@ -41,7 +41,8 @@ impl Committed {
 pub struct PageBatch {
     owner: PageOwner,
     runs: Vec<PageRun>,
-    bytes: Vec<u8>,
+    /// Whole pages.
+    pieces: Vec<SharedBytes>,
 }
 
 impl PageBatch {
@@ -52,7 +53,21 @@ impl PageBatch {
         let pages: u64 = runs.iter().map(|run| u64::from(run.pages)).sum();
         let aligned = runs.iter().all(|run| run.first.is_multiple_of(PAGE as u64) && run.pages > 0);
         let fits = pages.checked_mul(PAGE as u64) == Some(bytes.len() as u64);
-        (aligned && fits).then_some(PageBatch { owner, runs, bytes })
+        let pieces = vec![bytes.into()];
+        (aligned && fits).then_some(PageBatch { owner, runs, pieces })
+    }
+
+    /// Pages at their addresses. `None` if they are no whole pages, or not at such an address.
+    #[must_use]
+    pub fn of(owner: PageOwner, pages: Vec<(u64, SharedBytes)>) -> Option<PageBatch> {
+        let run = |(first, bytes): &(u64, SharedBytes)| {
+            let whole = bytes.len().is_multiple_of(PAGE) && first.is_multiple_of(PAGE as u64);
+            let pages = u32::try_from(bytes.len() / PAGE).ok().filter(|pages| *pages > 0);
+            Some(PageRun { first: *first, pages: pages.filter(|_| whole)? })
+        };
+        let runs = pages.iter().map(run).collect::<Option<_>>()?;
+        let pieces = pages.into_iter().map(|(_, bytes)| bytes).collect();
+        Some(PageBatch { owner, runs, pieces })
     }
 
     /// Which pages.
@@ -61,10 +76,15 @@ impl PageBatch {
         &self.runs
     }
 
-    /// Their bytes, one after another.
+    /// Each page.
+    pub fn pages(&self) -> impl Iterator<Item = &[u8]> {
+        self.pieces.iter().flat_map(|piece| piece.chunks_exact(PAGE))
+    }
+
+    /// How many bytes they have.
     #[must_use]
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes
+    pub fn byte_count(&self) -> usize {
+        self.pieces.iter().map(|piece| piece.len()).sum()
     }
 }
 
@@ -99,7 +119,7 @@ enum Job {
 impl Job {
     fn cost(&self) -> usize {
         64 + match self {
-            Job::Pages(batch) => batch.bytes.len() + batch.runs.len() * 16,
+            Job::Pages(batch) => batch.byte_count() + batch.runs.len() * 16,
             Job::ZeroRuns(_, runs) | Job::DiscardRuns(_, runs) => runs.len() * 16,
             Job::Bytes(_, bytes) => bytes.len(),
             Job::Small(_, bytes) => bytes.len(),
@@ -549,8 +569,7 @@ impl<W: Write> Writer<W> {
     }
 
     fn pages(&mut self, batch: &PageBatch) -> io::Result<()> {
-        let mut bytes = batch.bytes.as_slice();
-        let mut runs = Vec::new();
+        let (mut bodies, mut runs) = (batch.pages(), Vec::new());
         let mut pages = 0;
         for run in &batch.runs {
             let mut rest = *run;
@@ -561,41 +580,45 @@ impl<W: Write> Writer<W> {
                 rest.first += u64::from(taken) * PAGE as u64;
                 rest.pages -= taken;
                 if pages == PAGES_PER_FRAME_MAX {
-                    bytes = self.page_frame(batch.owner, &runs, bytes, pages)?;
+                    let bodies = bodies.by_ref().take(pages).collect();
+                    self.page_frame(batch.owner, &runs, bodies)?;
                     runs.clear();
                     pages = 0;
                 }
             }
         }
         if pages > 0 {
-            self.page_frame(batch.owner, &runs, bytes, pages)?;
+            self.page_frame(batch.owner, &runs, bodies.collect())?;
         }
         Ok(())
     }
 
-    /// Sends the first `pages` of `bytes` and gives the rest.
-    fn page_frame<'a>(
+    fn page_frame(
         &mut self,
         owner: PageOwner,
         runs: &[PageRun],
-        bytes: &'a [u8],
-        pages: usize,
-    ) -> io::Result<&'a [u8]> {
-        let (now, rest) = bytes.split_at(pages * PAGE);
+        mut pages: Vec<&[u8]>,
+    ) -> io::Result<()> {
+        let bytes = pages.len() * PAGE;
         let effort = self.pace.effort();
         self.buffer.clear();
         let start = Instant::now();
-        let counts = self.encoder.encode(owner, runs, now, effort, self.buffer.payload());
+        let payload = self.buffer.payload();
+        let counts = match effort {
+            Effort::Squeeze => self.encoder.squeeze(owner, runs, &pages, payload),
+            Effort::Plain => encode_plain(owner, runs, &mut pages, payload),
+        };
         let spent = start.elapsed();
         if effort == Effort::Squeeze {
-            self.pace.squeezed(now.len(), self.buffer.payload().len(), spent);
+            self.pace.squeezed(bytes, self.buffer.payload().len(), spent);
         }
         self.stats.encode_time += spent;
-        self.stats.page_bytes += now.len() as u64;
+        self.stats.page_bytes += bytes as u64;
         self.stats.pages.add_all(counts);
-        let flags = if effort == Effort::Squeeze { FLAG_REMEMBER } else { 0 };
-        self.send_part(Kind::Pages, flags)?;
-        Ok(rest)
+        match effort {
+            Effort::Squeeze => self.send_part(Kind::Pages, FLAG_REMEMBER),
+            Effort::Plain => self.send_part_with(Kind::Pages, &pages),
+        }
     }
 
     /// Sends the buffer as a frame that counts towards the checkpoint's hash.
@@ -606,16 +629,46 @@ impl<W: Write> Writer<W> {
         self.write()
     }
 
+    /// The same of the buffer and what follows it.
+    fn send_part_with(&mut self, kind: Kind, tail: &[&[u8]]) -> io::Result<()> {
+        let checksum = self.buffer.seal_with(kind, 0, tail);
+        self.frames += 1;
+        self.hash = chain(self.hash, checksum);
+        self.write_with(tail)
+    }
+
     fn write(&mut self) -> io::Result<()> {
+        self.write_with(&[])
+    }
+
+    fn write_with(&mut self, tail: &[&[u8]]) -> io::Result<()> {
         let start = Instant::now();
-        let bytes = self.buffer.sealed();
-        self.stream.write_all(bytes)?;
+        let all = std::iter::once(self.buffer.sealed()).chain(tail.iter().copied());
+        let bytes: usize = all.clone().map(<[u8]>::len).sum();
+        write_pieces(&mut self.stream, all)?;
         let spent = start.elapsed();
-        self.pace.wrote(bytes.len(), spent);
-        self.stats.wire_bytes += bytes.len() as u64;
+        self.pace.wrote(bytes, spent);
+        self.stats.wire_bytes += bytes as u64;
         self.stats.write_time += spent;
         Ok(())
     }
+}
+
+fn write_pieces<'a>(
+    stream: &mut impl Write,
+    pieces: impl Iterator<Item = &'a [u8]>,
+) -> io::Result<()> {
+    let mut slices: Vec<IoSlice<'_>> = pieces.map(IoSlice::new).collect();
+    let mut rest = slices.as_mut_slice();
+    while !rest.is_empty() {
+        match stream.write_vectored(rest) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => IoSlice::advance_slices(&mut rest, written),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 fn checksum_of(frame: &[u8]) -> u64 {

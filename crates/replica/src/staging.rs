@@ -3,9 +3,10 @@
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use hotspare_image::memory::PageOwner;
-use hotspare_image::{Position, Term};
+use hotspare_image::{Position, SharedBytes, Term};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::bases::PAGE;
@@ -73,7 +74,7 @@ impl Pile {
 
     fn into_reader(mut self) -> io::Result<PileReader> {
         match self.spilled.take() {
-            None => Ok(PileReader::Memory(io::Cursor::new(self.memory))),
+            None => Ok(PileReader::Memory(Arc::new(self.memory), 0)),
             Some(mut file) => {
                 file.write_all(&self.memory)?;
                 file.seek(SeekFrom::Start(0))?;
@@ -87,8 +88,8 @@ impl Pile {
 /// Reads staged bytes back, in order.
 #[derive(Debug)]
 pub enum PileReader {
-    /// They stayed in memory.
-    Memory(io::Cursor<Vec<u8>>),
+    /// They stayed in memory; how many have been read.
+    Memory(Arc<Vec<u8>>, usize),
     /// They were too many.
     File(BufReader<File>),
 }
@@ -96,7 +97,11 @@ pub enum PileReader {
 impl Read for PileReader {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         match self {
-            PileReader::Memory(bytes) => bytes.read(into),
+            PileReader::Memory(bytes, at) => {
+                let read = bytes.get(*at..).unwrap_or_default().read(into)?;
+                *at += read;
+                Ok(read)
+            }
             PileReader::File(file) => file.read(into),
         }
     }
@@ -183,7 +188,6 @@ impl Staging {
             runs: self.runs,
             next: 0,
             given: 0,
-            buffer: Vec::new(),
             page_bytes: self.pages.length,
             pages: self.pages.into_reader().map_err(FrameError::Staging)?,
             state: self.state,
@@ -229,7 +233,6 @@ pub struct StagedCheckpoint {
     /// The run to be handed out next, and how many of its bytes have been.
     next: usize,
     given: u64,
-    buffer: Vec<u8>,
     page_bytes: u64,
     pages: PileReader,
     state: Vec<u8>,
@@ -288,19 +291,23 @@ impl StagedCheckpoint {
         mut write: impl FnMut(PageOwner, u64, Content<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         while let Some((owner, first, content)) = self.next_run()? {
-            write(owner, first, content)?;
+            match content {
+                Staged::Zero(pages) => write(owner, first, Content::Zero(pages))?,
+                Staged::Discard(pages) => write(owner, first, Content::Discard(pages))?,
+                Staged::Bytes(bytes) => write(owner, first, Content::Bytes(&bytes))?,
+            }
         }
         Ok(())
     }
 
     /// The next of what [`StagedCheckpoint::for_each_run`] hands out.
-    pub fn next_run(&mut self) -> io::Result<Option<(PageOwner, u64, Content<'_>)>> {
+    pub fn next_run(&mut self) -> io::Result<Option<(PageOwner, u64, Staged)>> {
         const PIECE: u64 = 1 << 20;
         let Some(&run) = self.runs.get(self.next) else { return Ok(None) };
         let whole = match run.kind {
             RunKind::Described => None,
-            RunKind::Zero => Some(Content::Zero(run.pages)),
-            RunKind::Discard => Some(Content::Discard(run.pages)),
+            RunKind::Zero => Some(Staged::Zero(run.pages)),
+            RunKind::Discard => Some(Staged::Discard(run.pages)),
         };
         if let Some(content) = whole {
             self.next += 1;
@@ -312,28 +319,34 @@ impl StagedCheckpoint {
         if self.given == bytes {
             (self.next, self.given) = (self.next + 1, 0);
         }
-        let content = take(&mut self.pages, length as usize, &mut self.buffer)?;
-        Ok(Some((run.owner, run.first + begin, Content::Bytes(content))))
+        let content = take(&mut self.pages, length as usize)?;
+        Ok(Some((run.owner, run.first + begin, Staged::Bytes(content))))
     }
 }
 
-/// The next bytes of a pile: in place where they are in memory, else through `buffer`.
-fn take<'a>(
-    pile: &'a mut PileReader,
-    length: usize,
-    buffer: &'a mut Vec<u8>,
-) -> io::Result<&'a [u8]> {
+/// What a staged run holds, without a copy where it is in memory. As [`Content`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Staged {
+    /// This many zero pages.
+    Zero(u32),
+    /// This many pages that have nothing of their own any more.
+    Discard(u32),
+    /// These bytes; whole pages.
+    Bytes(SharedBytes),
+}
+
+/// The next bytes of a pile.
+fn take(pile: &mut PileReader, length: usize) -> io::Result<SharedBytes> {
     match pile {
-        PileReader::Memory(cursor) => {
-            let start = cursor.position() as usize;
-            cursor.set_position((start + length) as u64);
-            let bytes = cursor.get_ref().get(start..start + length);
+        PileReader::Memory(whole, at) => {
+            let bytes = SharedBytes::of(whole, *at..*at + length);
+            *at += length;
             bytes.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
         }
         PileReader::File(file) => {
-            buffer.resize(length, 0);
-            file.read_exact(buffer)?;
-            Ok(buffer)
+            let mut bytes = vec![0; length];
+            file.read_exact(&mut bytes)?;
+            Ok(bytes.into())
         }
     }
 }

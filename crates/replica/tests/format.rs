@@ -12,7 +12,7 @@ use hotspare_replica::message::{
     CheckpointBegin, CheckpointEnd, Refuse, RefuseCode, SwitchoverOffer, open, seal,
 };
 use hotspare_replica::pages::{
-    Effort, Encoding, PAGES_PER_FRAME_MAX, PageDecoder, PageEncoder, PageRun, RUNS_PER_FRAME_MAX,
+    Encoding, PAGES_PER_FRAME_MAX, PageDecoder, PageEncoder, PageRun, RUNS_PER_FRAME_MAX,
     encode_discard_runs,
 };
 use hotspare_replica::{Goodbye, GoodbyeCode, Hello, HostFacts, HostRole, MemberEntry, Welcome};
@@ -66,7 +66,8 @@ fn pages() -> Vec<u8> {
     let runs = [PageRun { first: 0x1000, pages: 2 }];
     let bytes = [vec![0; PAGE], vec![0xaa; PAGE]].concat();
     let owner = PageOwner::Mm(MmId(1));
-    PageEncoder::default().encode(owner, &runs, &bytes, Effort::Squeeze, buffer.payload());
+    let pages: Vec<&[u8]> = bytes.chunks_exact(PAGE).collect();
+    PageEncoder::default().squeeze(owner, &runs, &pages, buffer.payload());
     let bytes = buffer.seal(Kind::Pages, 1).to_vec();
     let mut seen = 0;
     let payload = &bytes[HEADER_BYTES..];

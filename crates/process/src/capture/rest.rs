@@ -1,6 +1,10 @@
-//! Pages read out of the guest, in one piece of memory that is used again and again: making room,
-//! looking for zeroes and cutting into runs can wait until the guest goes on.
+//! Pages read out of the guest, in pieces of memory that are used again and again: looking for
+//! zeroes and cutting into runs can wait until the guest goes on. The runs share the piece, which
+//! comes back when the last of them is sent.
 
+use std::sync::Arc;
+
+use hotspare_image::SharedBytes;
 use hotspare_image::memory::{PAGE_BYTES, PageOwner};
 use hotspare_kernel::HostPid;
 use hotspare_kernel::memory::{self, ProcMem, Span};
@@ -20,6 +24,8 @@ pub struct Rest {
     pieces: Vec<(PageOwner, u64, usize)>,
     bytes: Vec<u8>,
     used: usize,
+    /// Pieces that runs may still share.
+    lent: Vec<Arc<Vec<u8>>>,
 }
 
 impl Rest {
@@ -35,6 +41,9 @@ impl Rest {
         while !spans.is_empty() {
             let wanted: usize = spans.iter().map(|span| span.1).sum();
             let end = self.used + wanted;
+            if self.bytes.is_empty() {
+                self.bytes = self.take_back();
+            }
             if self.bytes.len() < end {
                 self.bytes.resize(end, 0);
             }
@@ -73,14 +82,26 @@ impl Rest {
     /// Moves everything to the end of `runs`.
     pub fn drain_into(&mut self, runs: &mut Vec<PageRun>) {
         runs.append(&mut self.discards);
+        if std::mem::take(&mut self.used) == 0 {
+            return;
+        }
+        let whole = Arc::new(std::mem::take(&mut self.bytes));
         let mut at = 0;
         for (owner, start, length) in self.pieces.drain(..) {
-            split_zeroes(owner, start, &self.bytes[at..at + length], runs);
+            let piece = SharedBytes::of(&whole, at..at + length).expect("was read into it");
+            split_zeroes(owner, start, &piece, runs);
             at += length;
         }
-        self.used = 0;
-        if self.bytes.len() > KEPT_BYTES {
-            self.bytes = Vec::new();
+        let kept: usize = self.lent.iter().map(|piece| piece.len()).sum();
+        if kept + whole.len() <= KEPT_BYTES {
+            self.lent.push(whole);
         }
+    }
+
+    /// A piece that nobody shares any more, or an empty one.
+    fn take_back(&mut self) -> Vec<u8> {
+        let free = self.lent.iter().position(|piece| Arc::strong_count(piece) == 1);
+        let piece = free.map(|at| self.lent.swap_remove(at));
+        piece.and_then(|piece| Arc::try_unwrap(piece).ok()).unwrap_or_default()
     }
 }

@@ -229,7 +229,7 @@ impl Object {
             }
         }
         // The last page of an object whose size is odd is whole in memory, zero behind the end.
-        split_zeroes(PageOwner::Shared(self.id), start, &bytes, runs);
+        split_zeroes(PageOwner::Shared(self.id), start, &bytes.into(), runs);
         Ok(())
     }
 }

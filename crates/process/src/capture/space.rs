@@ -13,6 +13,7 @@
 //! registration its page table still has. Pages that were there at the last scan and are not any
 //! more were discarded.
 
+use hotspare_image::SharedBytes;
 use hotspare_image::memory::{GuestRange, MmId, PAGE_BYTES, PageOwner};
 use hotspare_kernel::memory::ProcMem;
 use hotspare_kernel::pagemap::{self, Pagemap, Query, Region, Scanned, category};
@@ -513,13 +514,18 @@ impl Found {
 const ZEROES_APART: usize = 16;
 
 /// Appends `bytes` as runs, long stretches of zero pages apart.
-pub(crate) fn split_zeroes(owner: PageOwner, start: u64, bytes: &[u8], runs: &mut Vec<PageRun>) {
+pub(crate) fn split_zeroes(
+    owner: PageOwner,
+    start: u64,
+    bytes: &SharedBytes,
+    runs: &mut Vec<PageRun>,
+) {
     let page = PAGE_BYTES as usize;
     let mut push = |from: usize, to: usize, zero: bool| {
         let content = if zero {
             Content::Zero(((to - from) / page) as u64)
         } else {
-            Content::Bytes(bytes[from..to].to_vec())
+            Content::Bytes(bytes.part(from..to))
         };
         if from < to {
             runs.push(PageRun { owner, start: start + from as u64, content });

@@ -5,8 +5,9 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
+use hotspare_image::SharedBytes;
 use hotspare_image::memory::{Backing, GuestRange, PAGE_BYTES, mapping_flags};
-use hotspare_kernel::memory::{self, Span};
+use hotspare_kernel::memory;
 use nix::fcntl::{FallocateFlags, fallocate};
 
 use super::body::Body;
@@ -20,8 +21,8 @@ const GATHER_BYTES: usize = 1 << 20;
 /// two kinds can be carried out in any order.
 #[derive(Debug, Default)]
 pub(super) struct Gathered {
-    spans: Vec<Span>,
-    bytes: Vec<u8>,
+    writes: Vec<(u64, SharedBytes)>,
+    bytes: usize,
     written: BTreeMap<u64, u64>,
     discarded: BTreeMap<u64, u64>,
 }
@@ -61,17 +62,17 @@ impl Gathered {
         match &run.content {
             Content::Bytes(bytes) => {
                 let from = (piece.start.0 - run.start) as usize;
-                let bytes = &bytes[from..from + piece.bytes() as usize];
+                let bytes = bytes.part(from..from + piece.bytes() as usize);
                 let writable = i32::from(mapping.protection) & libc::PROT_WRITE != 0;
                 self.write(body, piece, bytes, writable)
             }
             Content::Zero(_) if !own_zero => {
                 let writable = i32::from(mapping.protection) & libc::PROT_WRITE != 0;
-                let zeroes = vec![0u8; GATHER_BYTES];
+                let zeroes = SharedBytes::from(vec![0u8; GATHER_BYTES]);
                 let mut at = piece.start.0;
                 while at < piece.end.0 {
                     let end = piece.end.0.min(at + GATHER_BYTES as u64);
-                    let bytes = &zeroes[..(end - at) as usize];
+                    let bytes = zeroes.part(0..(end - at) as usize);
                     self.write(body, GuestRange::new(at, end), bytes, writable)?;
                     at = end;
                 }
@@ -85,19 +86,19 @@ impl Gathered {
         &mut self,
         body: &Body,
         piece: GuestRange,
-        bytes: &[u8],
+        bytes: SharedBytes,
         writable: bool,
     ) -> GhostResult<()> {
         if overlaps(&self.discarded, piece) || overlaps(&self.written, piece) {
             self.flush(body)?;
         }
         if !writable {
-            return Ok(body.memory.write_all(piece.start.0, bytes)?);
+            return Ok(body.memory.write_all(piece.start.0, &bytes)?);
         }
-        self.spans.push((piece.start.0, bytes.len()));
-        self.bytes.extend_from_slice(bytes);
+        self.bytes += bytes.len();
+        self.writes.push((piece.start.0, bytes));
         self.written.insert(piece.start.0, piece.end.0);
-        if self.bytes.len() >= GATHER_BYTES { self.flush_writes(body) } else { Ok(()) }
+        if self.bytes >= GATHER_BYTES { self.flush_writes(body) } else { Ok(()) }
     }
 
     fn discard(&mut self, body: &Body, piece: GuestRange) -> GhostResult<()> {
@@ -109,18 +110,19 @@ impl Gathered {
     }
 
     fn flush_writes(&mut self, body: &Body) -> GhostResult<()> {
-        let done = memory::write(body.host, &self.spans, &self.bytes)?;
-        if done < self.bytes.len() {
+        let pieces: Vec<_> = self.writes.iter().map(|(start, bytes)| (*start, &**bytes)).collect();
+        let done = memory::write_pieces(body.host, &pieces)?;
+        if done < self.bytes {
             let mut at = 0;
-            for (start, length) in &self.spans {
-                if at + length > done {
-                    body.memory.write_all(*start, &self.bytes[at..at + length])?;
+            for (start, bytes) in pieces {
+                at += bytes.len();
+                if at > done {
+                    body.memory.write_all(start, bytes)?;
                 }
-                at += length;
             }
         }
-        self.spans.clear();
-        self.bytes.clear();
+        self.writes.clear();
+        self.bytes = 0;
         self.written.clear();
         Ok(())
     }
