@@ -86,8 +86,10 @@ fn pauses(arguments: &PauseArguments) -> Result<()> {
         "bytes/epoch",
         "saturated: pause µs",
         "plain/s",
+        "no spare/s",
         "protected/s",
         "loss",
+        "CPU % run / spare",
         "RSS MB run / spare",
     ]);
     let mut parts = Table::new(&[
@@ -104,7 +106,10 @@ fn pauses(arguments: &PauseArguments) -> Result<()> {
     ]);
     for &keys in &arguments.keys {
         for &writes in &arguments.writes {
-            let plain = run(None, &[], keys, writes, arguments)?.saturated.replies_per_s;
+            let hotspare = Some(&hotspare);
+            let plain = run((None, false), &[], keys, writes, arguments)?;
+            let bare = run((hotspare, false), &[], keys, writes, arguments)?;
+            let without = [plain.saturated.replies_per_s, bare.saturated.replies_per_s];
             let modes: &[&str] =
                 if arguments.no_stop_and_copy { &[""] } else { &["", "--stop-and-copy"] };
             for mode in modes {
@@ -113,10 +118,10 @@ fn pauses(arguments: &PauseArguments) -> Result<()> {
                     .map(str::to_owned)
                     .into_iter()
                     .collect();
-                let result = run(Some(hotspare.clone()), &more, keys, writes, arguments)?;
+                let result = run((hotspare, true), &more, keys, writes, arguments)?;
                 let name = if more.is_empty() { "pre-copy" } else { "stop-and-copy" };
                 let head = [name.to_owned(), keys.to_string(), format!("{:.0} %", writes * 100.0)];
-                overview.row(head.iter().cloned().chain(overview_of(&result, plain)));
+                overview.row(head.iter().cloned().chain(overview_of(&result, without)));
                 let each = PARTS.iter().map(|part| three(&result.steady, part));
                 parts.row(head.iter().cloned().chain(each));
             }
@@ -125,8 +130,10 @@ fn pauses(arguments: &PauseArguments) -> Result<()> {
     let about = format!(
         "Redis, values of 72 bytes, a checkpoint every {} ms, {} s each. Steady load: {} requests \
          a second on 8 connections; pauses, parts and bytes are of it. Saturated: 8 connections, \
-         each as fast as replies come. RSS: most of the run so far, filling and the first \
-         copy included.",
+         each as fast as replies come; \"plain\" is Redis alone, \"no spare\" Redis under \
+         `hotspare run` without a spare: no checkpoints, but namespaces of its own and one bridge \
+         more. Loss is against plain. CPU: of the agents under the saturated load, guest and \
+         ghost apart. RSS: most of the run so far, filling and the first copy included.",
         arguments.epoch_ms, arguments.seconds, arguments.rate
     );
     let text = format!(
@@ -139,14 +146,15 @@ fn pauses(arguments: &PauseArguments) -> Result<()> {
 }
 
 fn run(
-    hotspare: Option<PathBuf>,
+    (hotspare, spare): (Option<&PathBuf>, bool),
     more: &[String],
     keys: u64,
     writes: f64,
     arguments: &PauseArguments,
 ) -> Result<PauseResult> {
     Ok(pause(&PauseBench {
-        hotspare,
+        hotspare: hotspare.cloned(),
+        spare,
         more: more.to_vec(),
         keys,
         writes,
@@ -156,8 +164,9 @@ fn run(
     })?)
 }
 
-fn overview_of(result: &PauseResult, plain: f64) -> [String; 8] {
+fn overview_of(result: &PauseResult, [plain, bare]: [f64; 2]) -> [String; 10] {
     let protected = result.saturated.replies_per_s;
+    let used = result.saturated.used.map(|used| format!("{:.0}", used * 100.0)).join(" / ");
     let bytes = result.steady.epochs.get("bytes").copied().unwrap_or_default();
     [
         format!("{:.0}", result.guest_mb),
@@ -165,8 +174,10 @@ fn overview_of(result: &PauseResult, plain: f64) -> [String; 8] {
         format!("{:.0}", bytes.p50),
         three(&result.saturated, "pause_us"),
         format!("{plain:.0}"),
+        format!("{bare:.0}"),
         format!("{protected:.0}"),
         format!("{:.1} %", (1.0 - protected / plain) * 100.0),
+        used,
         format!("{:.0} / {:.0}", result.primary_rss_mb, result.spare_rss_mb),
     ]
 }
@@ -182,6 +193,7 @@ fn failovers(arguments: &FailoverArguments) -> Result<()> {
     for &keys in &arguments.keys {
         let bench = PauseBench {
             hotspare: Some(hotspare.clone()),
+            spare: true,
             more: vec![],
             keys,
             writes: 0.1,

@@ -40,6 +40,8 @@ pub struct Maps {
     file: File,
     text: Vec<u8>,
     fresh: Vec<u8>,
+    /// `fresh` has been read already.
+    ahead: bool,
 }
 
 impl Maps {
@@ -47,15 +49,14 @@ impl Maps {
     pub fn open(pid: HostPid) -> Result<Self> {
         let file = File::open(format!("/proc/{pid}/maps"));
         let file = file.map_err(KernelError::io("open process mappings"))?;
-        Ok(Self { file, text: Vec::new(), fresh: Vec::new() })
+        Ok(Self { file, text: Vec::new(), fresh: Vec::new(), ahead: false })
     }
 
     /// Reads them into `lines`; false, and nothing done, if they are as they were the last time.
     pub fn read(&mut self, lines: &mut Vec<MapLine>) -> Result<bool> {
-        self.fresh.clear();
-        let read = self.file.seek(SeekFrom::Start(0));
-        let read = read.and_then(|_| self.file.read_to_end(&mut self.fresh));
-        read.map_err(KernelError::io("read process mappings"))?;
+        if !std::mem::take(&mut self.ahead) {
+            self.fill()?;
+        }
         if self.fresh == self.text && !self.text.is_empty() {
             return Ok(false);
         }
@@ -64,6 +65,29 @@ impl Maps {
         parse(&self.fresh, lines)?;
         std::mem::swap(&mut self.text, &mut self.fresh);
         Ok(true)
+    }
+}
+
+impl Maps {
+    /// Reads what the next [`Maps::read`] takes: of a process that stands still until then, or
+    /// until [`Maps::forget_ahead`].
+    pub fn read_ahead(&mut self) -> Result<()> {
+        self.ahead = false;
+        self.fill()?;
+        self.ahead = true;
+        Ok(())
+    }
+
+    /// The process goes on: what was read ahead says nothing any more.
+    pub fn forget_ahead(&mut self) {
+        self.ahead = false;
+    }
+
+    fn fill(&mut self) -> Result<()> {
+        self.fresh.clear();
+        let read = self.file.seek(SeekFrom::Start(0));
+        let read = read.and_then(|_| self.file.read_to_end(&mut self.fresh));
+        read.map(drop).map_err(KernelError::io("read process mappings"))
     }
 }
 
@@ -171,7 +195,12 @@ pub fn flags(pid: HostPid) -> Result<Vec<Flags>> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+
     use super::*;
+    use crate::shared::SharedMapping;
 
     #[test]
     fn a_line_with_spaces_in_its_path_is_read_whole() {
@@ -181,6 +210,28 @@ mod tests {
         assert_eq!((map.device, map.inode, map.shared), ((0xfe, 0), 1234, false));
         assert_eq!(map.name, "/tmp/a b (deleted)");
         assert_eq!(i32::from(map.protection), libc::PROT_READ | libc::PROT_EXEC);
+    }
+
+    #[test]
+    fn mappings_read_ahead_count_once_and_can_be_forgotten() {
+        let pid = HostPid(std::process::id() as i32);
+        let mut maps = Maps::open(pid).expect("opens");
+        let (mut lines, mut before) = (Vec::new(), Vec::new());
+        assert!(maps.read(&mut before).expect("reads"));
+        maps.read_ahead().expect("reads");
+        let file = memfd_create(c"ahead", MFdFlags::empty()).expect("makes memory");
+        nix::unistd::ftruncate(&file, 4096).expect("gives it a size");
+        let memory = SharedMapping::new(file.as_fd(), 4096).expect("maps");
+        let named = |lines: &[MapLine]| lines.iter().any(|line| line.name.contains("memfd:ahead"));
+        let changed = maps.read(&mut lines).expect("takes what was read ahead");
+        assert!(!(changed && named(&lines)), "read before it was mapped");
+        maps.read(&mut lines).expect("reads anew");
+        assert!(named(&lines));
+        maps.read_ahead().expect("reads");
+        drop(memory);
+        maps.forget_ahead();
+        maps.read(&mut lines).expect("reads anew");
+        assert!(!named(&lines));
     }
 
     #[test]

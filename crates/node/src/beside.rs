@@ -37,6 +37,7 @@ impl Helper {
         let (answer, done) = channel();
         let help = move || {
             for (mut objects, processes) in to_do {
+                processes.read_ahead();
                 let seen = objects.look(processes);
                 if answer.send((objects, seen)).is_err() {
                     return;

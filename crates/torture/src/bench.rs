@@ -10,7 +10,7 @@ use crate::Lab;
 use crate::clients::{ClientError, Connection, LaneRecord, Load, Outcome, Pace, Protocol, Session};
 use crate::clock::{Instant, millis};
 use crate::dice::Dice;
-use crate::lab::{LabError, Process, SERVICE_CIDR, SERVICE_V4};
+use crate::lab::{Host, LabError, Process, SERVICE_CIDR, SERVICE_V4};
 use crate::protected::{Engine, Failover, HANG, wait_for_service};
 
 const PORT: u16 = 6379;
@@ -23,6 +23,9 @@ const FILL_AT_MOST: Duration = Duration::from_secs(600);
 pub struct PauseBench {
     /// The `hotspare` program; without, Redis runs unprotected, as the measure of throughput.
     pub hotspare: Option<PathBuf>,
+    /// Whether there is a spare. Without one `hotspare run` takes no checkpoints, but Redis is in
+    /// namespaces of its own, behind one bridge more.
+    pub spare: bool,
     /// More arguments of `hotspare run`, such as `--stop-and-copy`.
     pub more: Vec<String>,
     /// Keys of 72 bytes.
@@ -71,6 +74,8 @@ pub struct Measured {
     pub replies_per_s: f64,
     /// Latency of replies in ms, from when they were due.
     pub latency_ms: Spread,
+    /// Processor time of `hotspare run` and of `hotspare spare`, as a part of one processor.
+    pub used: [f64; 2],
 }
 
 /// What was measured.
@@ -108,8 +113,9 @@ fn make_bed(bench: &PauseBench) -> Result<Bed, LabError> {
                 replicated: vec![],
                 more: bench.more.clone(),
             };
-            let spare = engine.spare(lab.host(1))?;
-            (Some(spare), engine.run(lab.host(0), &[lab.host(1)], &redis())?)
+            let spare = bench.spare.then(|| engine.spare(lab.host(1))).transpose()?;
+            let spares: Vec<&Host> = bench.spare.then(|| &**lab.host(1)).into_iter().collect();
+            (spare, engine.run(lab.host(0), &spares, &redis())?)
         }
         None => {
             lab.host(0).add_address(SERVICE_CIDR)?;
@@ -120,7 +126,7 @@ fn make_bed(bench: &PauseBench) -> Result<Bed, LabError> {
     wait_for_service(lab.client(), (SERVICE_V4, PORT).into(), HANG)?;
     fill(&lab, bench.keys)?;
     let whole = Instant::now();
-    if bench.hotspare.is_some() {
+    if bench.spare {
         epoch_after(&primary, whole)?;
     }
     Ok(Bed { spare, primary, lab })
@@ -137,18 +143,28 @@ const UNLIMITED: f64 = 1e9;
 
 fn measure(bench: &PauseBench, bed: &Bed, rate_per_s: f64) -> Measured {
     let load = start_load(bench, &bed.lab, rate_per_s);
-    let start = Instant::now();
+    let used = || [Some(&bed.primary), bed.spare.as_ref()].map(|one| one.map_or(0.0, used_s));
+    let (start, before) = (Instant::now(), used());
     (start + bench.length).sleep_until();
-    let end = Instant::now();
-    measured(&load.finish(), &bed.primary, (start, end))
+    let (end, after) = (Instant::now(), used());
+    let seconds = end.since(start).as_secs_f64();
+    let used = std::array::from_fn(|one| (after[one] - before[one]) / seconds);
+    Measured { used, ..measured(&load.finish(), &bed.primary, (start, end)) }
+}
+
+/// Processor time a process has used so far, its threads' included (proc_pid_stat(5)).
+fn used_s(process: &Process) -> f64 {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.pid())).unwrap_or_default();
+    let words = stat.rsplit(')').next().unwrap_or_default().split_ascii_whitespace();
+    // Fields 14 and 15; the third follows the name. A tick is 10 ms.
+    words.skip(11).take(2).filter_map(|word| word.parse::<f64>().ok()).sum::<f64>() / 100.0
 }
 
 /// Measures pauses and throughput, in a lab of its own. Nothing steady is measured without
 /// protection.
 pub fn pause(bench: &PauseBench) -> Result<PauseResult, LabError> {
     let bed = make_bed(bench)?;
-    let protected = bench.hotspare.is_some();
-    let steady = protected.then(|| measure(bench, &bed, bench.rate_per_s));
+    let steady = bench.spare.then(|| measure(bench, &bed, bench.rate_per_s));
     let saturated = measure(bench, &bed, UNLIMITED);
     let rss = |process: &Process| memory_mb(process.pid(), "VmHWM:");
     Ok(PauseResult {
@@ -262,6 +278,7 @@ fn measured(
         epochs: values.into_iter().map(|(name, values)| (name, Spread::of(values))).collect(),
         replies_per_s: latencies.len() as f64 / end.since(start).as_secs_f64(),
         latency_ms: Spread::of(latencies),
+        used: [0.0; 2],
     }
 }
 

@@ -8,6 +8,7 @@ use hotspare_torture::bench::{PauseBench, pause};
 fn an_unprotected_redis_serves_as_fast_as_it_can() {
     let bench = PauseBench {
         hotspare: None,
+        spare: false,
         more: vec![],
         keys: 1000,
         writes: 0.5,

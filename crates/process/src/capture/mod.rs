@@ -16,6 +16,7 @@ pub mod threads;
 mod tree;
 
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use hotspare_image::Checkpoint;
@@ -207,6 +208,9 @@ impl Guest {
         parts.stop = begin.elapsed();
         let captured = self.checkpoint_stopped(backlog_max, rules, during, &mut parts);
         rules.objects.end();
+        for space in self.processes.values().filter_map(|process| process.space.as_ref()) {
+            space.maps.lock().unwrap_or_else(PoisonError::into_inner).forget_ahead();
+        }
         let resume = Instant::now();
         let stays = self.stays_held && matches!(captured, Ok(Some(_)));
         let mut stood_still = if stays { self.all_stand_still() } else { self.resume_all() };

@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use hotspare_image::Checkpoint;
 use hotspare_image::tree::{GuestPid, ProcessState};
 use hotspare_kernel::HostPid;
+use hotspare_kernel::proc_maps::Maps;
 use hotspare_kernel::remote::{Call, Stub};
 
 use super::shared::SharedTable;
@@ -33,6 +34,7 @@ struct Stopped {
     host: HostPid,
     pid: GuestPid,
     pidfd: Arc<OwnedFd>,
+    maps: Option<Arc<Mutex<Maps>>>,
 }
 
 /// All processes of the stopped guest.
@@ -54,8 +56,19 @@ impl StoppedProcesses {
             host: process.pid,
             pid: process.guest_pid,
             pidfd: process.pidfd.clone(),
+            maps: process.space.as_ref().map(|space| space.maps.clone()),
         });
         Self(each.collect())
+    }
+
+    /// Reads the mappings, which the guest's owner will want in a moment. Those of a process that
+    /// has just died it will miss itself.
+    pub fn read_ahead(&self) {
+        for maps in self.0.iter().filter_map(|process| process.maps.as_ref()) {
+            if let Ok(mut maps) = maps.try_lock() {
+                drop(maps.read_ahead());
+            }
+        }
     }
 
     fn numbers(&self) -> BTreeMap<i32, GuestPid> {

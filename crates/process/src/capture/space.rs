@@ -13,6 +13,8 @@
 //! registration its page table still has. Pages that were there at the last scan and are not any
 //! more were discarded.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use hotspare_image::SharedBytes;
 use hotspare_image::memory::{GuestRange, MmId, PAGE_BYTES, PageOwner};
 use hotspare_kernel::memory::ProcMem;
@@ -42,7 +44,7 @@ pub struct Space {
     pub(crate) lines: Vec<MapLine>,
     /// How often they have changed.
     pub(crate) lines_read: u64,
-    maps: Maps,
+    pub(crate) maps: Arc<Mutex<Maps>>,
     /// Pages with content in private mappings of files.
     in_files: Ranges,
     anonymous: Anonymous,
@@ -66,6 +68,15 @@ fn make_disjoint(lines: &mut Vec<MapLine>) {
     for line in lines.iter_mut() {
         line.start = line.start.max(end);
         end = end.max(line.end);
+    }
+    lines.retain(|line| line.start < line.end);
+}
+
+/// Takes the stub out. Its last page may look like one with the guest's mapping behind it: for a
+/// moment, while a thread asks what the memory of the process is like.
+fn cut_off_stub((start, end): (u64, u64), lines: &mut Vec<MapLine>) {
+    for line in lines.iter_mut().filter(|line| (start..end).contains(&line.start)) {
+        line.start = line.end.min(end);
     }
     lines.retain(|line| line.start < line.end);
 }
@@ -170,7 +181,7 @@ impl Space {
             stub,
             lines: Vec::new(),
             lines_read: 0,
-            maps: Maps::open(pid)?,
+            maps: Arc::new(Mutex::new(Maps::open(pid)?)),
             in_files: Ranges::default(),
             anonymous: Anonymous::default(),
             backlog: Ranges::default(),
@@ -243,10 +254,10 @@ impl Space {
     }
 
     fn read_lines(&mut self) -> ObjectResult<()> {
-        if self.maps.read(&mut self.lines)? {
+        let mut maps = self.maps.lock().unwrap_or_else(PoisonError::into_inner);
+        if maps.read(&mut self.lines)? {
             self.lines_read += 1;
-            let (start, end) = self.stub;
-            self.lines.retain(|line| line.start < start || line.start >= end);
+            cut_off_stub(self.stub, &mut self.lines);
             make_disjoint(&mut self.lines);
         }
         Ok(())
@@ -555,4 +566,20 @@ fn is_zero(page: &[u8]) -> bool {
             .fold(0u64, |all, word| all | u64::from_ne_bytes(word.try_into().expect("eight bytes")))
             == 0
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_looks_like_one_with_the_stub_is_kept() {
+        let line = |start, end| MapLine { start, end, ..MapLine::default() };
+        let mut lines = vec![line(0x1000, 0x5000), line(0x5000, 0x8000), line(0x8000, 0xc000)];
+        cut_off_stub((0x5000, 0x9000), &mut lines);
+        assert_eq!(lines, [line(0x1000, 0x5000), line(0x9000, 0xc000)]);
+        let mut lines = vec![line(0x1000, 0x5000), line(0x5000, 0x9000), line(0x9000, 0xc000)];
+        cut_off_stub((0x5000, 0x9000), &mut lines);
+        assert_eq!(lines, [line(0x1000, 0x5000), line(0x9000, 0xc000)]);
+    }
 }
