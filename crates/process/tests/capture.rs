@@ -335,7 +335,8 @@ fn a_process_killed_in_the_pause_spoils_the_checkpoint() {
             Ok(())
         };
         guest.hold_after_checkpoint(stays_held);
-        let mut rules = CheckpointRules { objects: &mut |_, _, _| Ok(()), copy_all: false };
+        let mut nothing = |_: &Guest, _: &mut SharedTable, _: &mut Checkpoint| Ok(());
+        let mut rules = CheckpointRules { objects: &mut nothing, copy_all: false };
         let spoilt = guest.checkpoint(u64::MAX, &mut rules, &mut kill);
         assert!(matches!(spoilt, Err(ObjectError::Transient { .. })), "{spoilt:?}");
         assert!(!guest.is_held());
