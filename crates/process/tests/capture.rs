@@ -308,7 +308,8 @@ fn a_mapping_that_loses_its_tracking_by_a_move_next_to_it_loses_no_write() {
 
 /// Tries until no passing state is in the way.
 fn checkpoint(guest: &mut Guest) -> Captured {
-    let mut rules = CheckpointRules { objects: &mut |_, _, _| Ok(()), copy_all: false };
+    let mut nothing = |_: &Guest, _: &mut SharedTable, _: &mut Checkpoint| Ok(());
+    let mut rules = CheckpointRules { objects: &mut nothing, copy_all: false };
     loop {
         guest.pump(&[], Duration::from_millis(5)).expect("pumps");
         match guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(())) {
