@@ -54,7 +54,7 @@ pub struct FailoverArguments {
     #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000,1000000,10000000")]
     keys: Vec<u64>,
     /// Kills of each
-    #[arg(long, default_value_t = 20)]
+    #[arg(long, default_value_t = 10)]
     count: usize,
     /// Milliseconds between two checkpoints
     #[arg(long, default_value_t = 100)]
