@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 use hotspare_image::tree::GuestPid;
 use hotspare_kernel::{HostPid, pidfd};
-use hotspare_process::objects::error::ObjectError;
+use hotspare_process::objects::error::{ObjectError, ObjectResult};
 use hotspare_process::objects::table::GuestProcess;
 use std::os::fd::AsFd;
 
@@ -36,7 +36,13 @@ pub fn run(arguments: &CheckArguments) -> anyhow::Result<Vec<Obstacle>> {
         if !maker.guest.is_alive() {
             break;
         }
-        let found = obstacles(&mut maker, &settings.rules())?;
+        let found = match obstacles(&mut maker, &settings.rules()) {
+            Err(error) if is_passing(&error) => {
+                passing = Some(error.to_string());
+                continue;
+            }
+            found => found?,
+        };
         looks += 1;
         if found.is_empty() {
             match capture(&mut maker) {
@@ -51,7 +57,7 @@ pub fn run(arguments: &CheckArguments) -> anyhow::Result<Vec<Obstacle>> {
     }
     let status = maker.guest.root_status();
     init.kill();
-    if looks == 0 {
+    if looks == 0 && passing.is_none() {
         let ended = status.map_or("for an unknown reason".to_owned(), describe);
         bail!("the program ended before it could be looked at ({ended}); run it by itself first");
     }
@@ -72,6 +78,11 @@ pub fn run(arguments: &CheckArguments) -> anyhow::Result<Vec<Obstacle>> {
         began.elapsed().as_secs_f64()
     );
     Ok(found)
+}
+
+/// Of the moment only, or of a process that has just ended.
+fn is_passing(error: &ObjectError) -> bool {
+    error.is_transient() || matches!(error, ObjectError::Call(call) if call.is_died())
 }
 
 fn describe(status: i32) -> String {
@@ -96,11 +107,11 @@ fn capture(maker: &mut EpochMaker) -> Result<Option<String>, Obstacle> {
     }
 }
 
-/// All that is in the way at this instant.
+/// All that is in the way at this instant; transient where the guest cannot be looked at now.
 fn obstacles(
     maker: &mut EpochMaker,
     rules: &hotspare_process::objects::rules::FileRules,
-) -> anyhow::Result<Vec<Obstacle>> {
+) -> ObjectResult<Vec<Obstacle>> {
     let EpochMaker { guest, objects, .. } = maker;
     let objects = objects.objects();
     let processes: Vec<HostPid> = guest.processes().collect();
