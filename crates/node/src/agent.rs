@@ -173,17 +173,18 @@ impl Face {
 }
 
 impl Agent {
-    /// An agent with a heart that beats. `heard` is called for every heartbeat.
+    /// An agent with a heart that beats. A peer counts as dead after `silence`.
     pub fn new(
         security: Security,
         role: HostRole,
+        silence: Duration,
         brain: Brain,
         owner: Mailbox<Message>,
         reporter: Reporter,
     ) -> anyhow::Result<Self> {
         let socket = UdpSocket::bind("[::]:0").or_else(|_| UdpSocket::bind("0.0.0.0:0"));
-        let (heart, beating) =
-            heart(socket.context("open heartbeat socket")?, HeartConfig::default());
+        let config = HeartConfig { silence, ..HeartConfig::default() };
+        let (heart, beating) = heart(socket.context("open heartbeat socket")?, config);
         let (ears, mailbox, note) = (brain.clone(), owner.clone(), reporter.clone());
         let tell = move |event: HeartEvent| match event {
             HeartEvent::Beat { beat, at } => {

@@ -27,9 +27,6 @@ impl Brain {
     }
 }
 
-/// A wait that takes this much longer than asked for: this host or program stood still.
-const STOOD_STILL_NS: u64 = 45_000_000;
-
 /// Nanoseconds since the program began, on a clock that never goes back.
 ///
 /// For a spare it stands still when the program does (a stopped process, a paused virtual machine):
@@ -38,6 +35,8 @@ const STOOD_STILL_NS: u64 = 45_000_000;
 struct Clock {
     began: Instant,
     stood_still: u64,
+    /// A wait that takes so much longer than asked for: this host or program stood still.
+    late_max: u64,
 }
 
 impl Clock {
@@ -48,20 +47,22 @@ impl Clock {
     /// A wait of `asked` has taken `took`.
     fn waited(&mut self, asked: u64, took: u64, role: Role) {
         let late = took.saturating_sub(asked);
-        if role == Role::Spare && late > STOOD_STILL_NS {
+        if role == Role::Spare && late > self.late_max {
             self.stood_still += late;
         }
     }
 }
 
-/// Thinks until everybody who could tell it something is gone.
+/// Thinks until everybody who could tell it something is gone. A peer counts as dead after
+/// `silence_ns`.
 pub fn run(
     make: impl FnOnce(u64) -> (Node, Vec<Action>),
+    silence_ns: u64,
     events: &Receiver<Event>,
     heart: &Heart,
     agent: &Mailbox<Message>,
 ) {
-    let mut clock = Clock { began: Instant::now(), stood_still: 0 };
+    let mut clock = Clock { began: Instant::now(), stood_still: 0, late_max: silence_ns / 2 };
     let (mut node, first) = make(clock.now());
     let mut answers = act(first, heart, agent);
     loop {
@@ -107,7 +108,7 @@ mod tests {
     #[test]
     fn the_clock_of_a_spare_that_stood_still_stands_still() {
         let began = Instant::now() - Duration::from_secs(100);
-        let mut clock = Clock { began, stood_still: 0 };
+        let mut clock = Clock { began, stood_still: 0, late_max: 45_000_000 };
         let before = clock.now();
         clock.waited(30_000_000, 31_000_000, Role::Spare);
         clock.waited(30_000_000, 9_000_000_000, Role::Primary);

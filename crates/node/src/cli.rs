@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::path::PathBuf;
+use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
-use hotspare_cluster::{Config, Node};
+use hotspare_cluster::{Action, Config, Event, Node};
 use hotspare_image::Epoch;
 use hotspare_net::takeover::ServiceAddress;
 use hotspare_replica::{HostRole, Identity, Security};
@@ -126,6 +127,11 @@ struct Common {
     /// for its environment.
     #[arg(long)]
     takeover_hook: Option<String>,
+    /// How long nothing may be heard of the other host before it counts as dead: at least 90ms.
+    /// Give more on hosts that stall, as crowded virtual machines do: the spare would replace a
+    /// primary that lives. The same on all hosts.
+    #[arg(long, default_value = "90ms", value_parser = silence)]
+    silence: Duration,
 }
 
 impl Common {
@@ -180,6 +186,16 @@ struct SpareArguments {
     /// A primary to dial instead of waiting for one (HOST:PORT).
     #[arg(long)]
     join: Option<String>,
+}
+
+/// Three heartbeats are the least.
+fn silence(text: &str) -> Result<Duration, String> {
+    const LEAST: Duration = Duration::from_millis(90);
+    let given = duration(text)?;
+    if given < LEAST {
+        return Err("less than 90ms: heartbeats come every 30 ms, and three may be missed".into());
+    }
+    Ok(given)
 }
 
 pub fn duration(text: &str) -> Result<Duration, String> {
@@ -253,6 +269,22 @@ fn security(common: &Common) -> anyhow::Result<Security> {
     }
 }
 
+/// Starts the thread that decides, with its first state.
+fn think(
+    agent: &Agent,
+    events: Receiver<Event>,
+    silence: Duration,
+    first: fn(Config, u64) -> (Node, Vec<Action>),
+) -> std::io::Result<()> {
+    let silence_ns = silence.as_nanos() as u64;
+    let config = Config { silence_ns, ..Config::new(agent.node) };
+    let agent = agent.clone();
+    let think = move || {
+        brain::run(|now| first(config, now), silence_ns, &events, &agent.heart, &agent.owner);
+    };
+    std::thread::Builder::new().name("brain".into()).spawn(think).map(drop)
+}
+
 fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     preflight::require_kernel()?;
     raise_descriptor_limit();
@@ -261,7 +293,8 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     let (owner, inbox) = mailbox()?;
     let (brain, events) = Brain::new();
     let security = security(common)?;
-    let agent = Agent::new(security, HostRole::Primary, brain, owner.clone(), reporter)?;
+    let owned = owner.clone();
+    let agent = Agent::new(security, HostRole::Primary, common.silence, brain, owned, reporter)?;
     let program = arguments.command.first().cloned().unwrap_or_default();
     let settings = Settings {
         guest: arguments.guest.clone().unwrap_or(program),
@@ -284,11 +317,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     };
     let (mut maker, init) = launch(&how, &settings)?;
     maker.stop_and_copy = arguments.stop_and_copy;
-    let (thinker, node) = (agent.clone(), agent.node);
-    std::thread::Builder::new().name("brain".into()).spawn(move || {
-        let make = |now| Node::first(Config::new(node), now);
-        brain::run(make, &events, &thinker.heart, &thinker.owner);
-    })?;
+    think(&agent, events, common.silence, Node::first)?;
     control::serve(&agent)?;
     if let Some(listener) = listener {
         agent.listen(listener)?;
@@ -325,16 +354,14 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
     let reporter = Reporter::new(common.json);
     let (owner, inbox) = mailbox()?;
     let (brain, events) = Brain::new();
-    let agent = Agent::new(security(common)?, HostRole::Spare, brain, owner, reporter)?;
+    let security = security(common)?;
+    let agent = Agent::new(security, HostRole::Spare, common.silence, brain, owner, reporter)?;
     let listener = match &arguments.listen {
         Some(address) => listen(address)?,
         None => TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"))?,
     };
-    let (thinker, node) = (agent.clone(), agent.node);
-    std::thread::Builder::new().name("brain".into()).spawn(move || {
-        let make = |now| (Node::spare(Config::new(node), now), Vec::new());
-        brain::run(make, &events, &thinker.heart, &thinker.owner);
-    })?;
+    let first = |config, now| (Node::spare(config, now), Vec::new());
+    think(&agent, events, common.silence, first)?;
     control::serve(&agent)?;
     let spare = Spare::new(agent.clone(), inbox, common.hook());
     // Whoever joins it when it is primary has to find it.
@@ -346,6 +373,12 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn silence_is_at_least_three_heartbeats() {
+        assert_eq!(silence("300ms"), Ok(Duration::from_millis(300)));
+        assert!(silence("80ms").is_err_and(|why| why.contains("90ms")));
+    }
 
     #[test]
     fn times_have_units_and_bounds() {

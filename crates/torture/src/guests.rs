@@ -182,6 +182,9 @@ fn plainly<'a>(
     Ok((status, host, process.stderr().text()))
 }
 
+/// What is restored is looked at here, not how soon. Many run at once, on machines that stall.
+const PATIENT: [&str; 2] = ["--silence", "300ms"];
+
 fn moved<'a>(
     lab: &'a Lab,
     mode: Mode,
@@ -194,9 +197,9 @@ fn moved<'a>(
         epoch: mode.epoch(),
         service_cidr: None,
         replicated: vec![WORK_DIR.to_owned()],
-        more: vec![],
+        more: PATIENT.map(str::to_owned).to_vec(),
     };
-    let spare = engine.spare(lab.host(1))?;
+    let spare = engine.spare_with(lab.host(1), &PATIENT)?;
     let primary = engine.run(lab.host(0), &[lab.host(1)], command)?;
     Engine::protected(&primary)?;
     match mode {
