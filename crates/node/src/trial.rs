@@ -18,6 +18,8 @@ use crate::preflight::{CheckArguments, Obstacle, obstacle};
 
 /// Between two looks.
 const PAUSE: Duration = Duration::from_millis(100);
+/// So much longer than asked for the program runs until it could be looked at once.
+const MORE: Duration = Duration::from_secs(5);
 
 /// Runs the program and returns what is in the way. Tells what was so only for a while.
 pub fn run(arguments: &CheckArguments) -> anyhow::Result<Vec<Obstacle>> {
@@ -31,7 +33,8 @@ pub fn run(arguments: &CheckArguments) -> anyhow::Result<Vec<Obstacle>> {
     let began = Instant::now();
     let mut seen: BTreeMap<Obstacle, u32> = BTreeMap::new();
     let (mut looks, mut taken, mut passing) = (0, 0, None);
-    while began.elapsed() < arguments.time() {
+    let end = |looks: u32| arguments.time() + if looks == 0 { MORE } else { Duration::ZERO };
+    while began.elapsed() < end(looks) {
         maker.guest.pump(&[], PAUSE)?;
         if !maker.guest.is_alive() {
             break;

@@ -200,14 +200,16 @@ fn moved<'a>(
         more: PATIENT.map(str::to_owned).to_vec(),
     };
     let spare = engine.spare_with(lab.host(1), &PATIENT)?;
+    let end = Instant::now() + conditions.length();
     let primary = engine.run(lab.host(0), &[lab.host(1)], command)?;
     Engine::protected(&primary)?;
     match mode {
         Mode::Plain | Mode::CaptureRestore => {}
         Mode::Increments => wait_for_increments(&primary)?,
         Mode::Failover | Mode::Switchover => {
-            // In the first part of its life, however slow the machine is.
-            let wait = Dice::new(seed).between(Duration::ZERO, conditions.length() / 2);
+            // In the first half of what is left of its life, however long protection has taken.
+            let left = end.since(Instant::now());
+            let wait = Dice::new(seed).between(Duration::ZERO, left / 2);
             (Instant::now() + wait).sleep_until();
         }
     }
@@ -217,7 +219,10 @@ fn moved<'a>(
     }
     if mode == Mode::Switchover {
         let mut switchover = Command::new(binary);
-        lab.host(0).run(switchover.arg("switchover"), HANG)?;
+        if let Err(error) = lab.host(0).run(switchover.arg("switchover"), HANG) {
+            let said = primary.stdout().text() + &primary.stderr().text();
+            return Ok((-1, lab.host(0), format!("{error}\nthe primary said:\n{said}")));
+        }
     } else {
         lab.host(0).kill()?;
     }
