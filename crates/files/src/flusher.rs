@@ -95,14 +95,19 @@ fn serve(root: BorrowedFd<'_>, wishes: &Receiver<Wish>, outcome: &Sender<Outcome
     for wish in wishes {
         let done = match wish {
             Wish::Flush(inodes) => flush(root, &mut open, &inodes),
-            Wish::Sizes(inodes) => inodes
-                .into_iter()
-                .try_for_each(|inode| refresh_size(root, inode).map_err(|error| (inode, error))),
+            Wish::Sizes(inodes) => refresh_sizes(root, &inodes),
         };
         if outcome.send(done).is_err() {
             return;
         }
     }
+}
+
+/// All of them, whatever becomes of one; the first failure.
+fn refresh_sizes(root: BorrowedFd<'_>, inodes: &[InodeNumber]) -> Outcome {
+    let refresh = |inode: &InodeNumber| refresh_size(root, *inode).map_err(|error| (*inode, error));
+    let failures: Vec<_> = inodes.iter().filter_map(|inode| refresh(inode).err()).collect();
+    failures.into_iter().next().map_or(Ok(()), Err)
 }
 
 fn refresh_size(root: BorrowedFd<'_>, inode: InodeNumber) -> io::Result<()> {

@@ -66,9 +66,7 @@ impl Maps {
         std::mem::swap(&mut self.text, &mut self.fresh);
         Ok(true)
     }
-}
 
-impl Maps {
     /// Reads what the next [`Maps::read`] takes: of a process that stands still until then, or
     /// until [`Maps::forget_ahead`].
     pub fn read_ahead(&mut self) -> Result<()> {

@@ -40,7 +40,7 @@ pub fn run(arguments: &CheckArguments) -> anyhow::Result<Vec<Obstacle>> {
             break;
         }
         let found = match obstacles(&mut maker, &settings.rules()) {
-            Err(error) if is_passing(&error) => {
+            Err(error) if error.is_transient() => {
                 passing = Some(error.to_string());
                 continue;
             }
@@ -81,11 +81,6 @@ pub fn run(arguments: &CheckArguments) -> anyhow::Result<Vec<Obstacle>> {
         began.elapsed().as_secs_f64()
     );
     Ok(found)
-}
-
-/// Of the moment only, or of a process that has just ended.
-fn is_passing(error: &ObjectError) -> bool {
-    error.is_transient() || matches!(error, ObjectError::Call(call) if call.is_died())
 }
 
 fn describe(status: i32) -> String {

@@ -173,9 +173,9 @@ impl Engine {
         found.ok_or_else(|| missing("a checkpoint", primary))
     }
 
-    /// Whether `primary` has said that its guest has ended by itself.
+    /// Whether `primary` has said that its guest has come to its good end by itself.
     pub fn is_over(primary: &Process) -> bool {
-        let is_end = |line: &Line| matches!(event(line), Some(Event::Exit { .. }));
+        let is_end = |line: &Line| event(line) == Some(Event::Exit { status: 0 });
         primary.stdout().lines().iter().any(is_end)
     }
 

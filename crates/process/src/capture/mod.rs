@@ -212,14 +212,13 @@ impl Guest {
             space.maps.lock().unwrap_or_else(PoisonError::into_inner).forget_ahead();
         }
         let resume = Instant::now();
-        let stays = self.stays_held && matches!(captured, Ok(Some(_)));
-        let mut stood_still = if stays { self.all_stand_still() } else { self.resume_all() };
-        if stays {
-            match stood_still {
-                Ok(true) => (self.stays_held, self.held) = (false, true),
-                _ => stood_still = self.resume_all().map(|_| false),
-            }
-        }
+        let may_stay = self.stays_held && matches!(captured, Ok(Some(_)));
+        let stood_still = if may_stay && matches!(self.all_stand_still(), Ok(true)) {
+            (self.stays_held, self.held) = (false, true);
+            Ok(true)
+        } else {
+            self.resume_all()
+        };
         parts.resume = resume.elapsed();
         parts.total = begin.elapsed();
         self.rest.drain_into(&mut self.unsent);
@@ -363,8 +362,7 @@ pub struct CheckpointRules<'a> {
 /// Of a running guest, processes that went away meanwhile are no error.
 pub(crate) fn passing(result: ObjectResult<()>) -> ObjectResult<()> {
     match result {
-        Err(ObjectError::Transient { .. }) => Ok(()),
-        Err(ObjectError::Call(error)) if error.is_died() => Ok(()),
+        Err(error) if error.is_transient() => Ok(()),
         other => other,
     }
 }

@@ -25,7 +25,7 @@ use hotspare_kernel::ptrace::{self, Stop, Waited, Whose};
 
 use crate::capture::rest::Rest;
 use crate::capture::shared::SharedTable;
-use crate::objects::error::{ObjectError, ObjectResult};
+use crate::objects::error::ObjectResult;
 use crate::pages::PageRun;
 pub(crate) use register::SeenRestart;
 pub use register::{Ended, Process, Thread};
@@ -227,8 +227,14 @@ impl Guest {
 
 /// A thread that died meanwhile is an ordinary answer: its end will be reported.
 pub(crate) fn gone_is_fine(result: hotspare_kernel::Result<()>) -> ObjectResult<()> {
+    was_there(result).map(drop)
+}
+
+/// Whether whom the call was about was there.
+fn was_there(result: hotspare_kernel::Result<()>) -> ObjectResult<bool> {
     match result {
-        Err(error) if error.is_died() => Ok(()),
-        other => other.map_err(ObjectError::from),
+        Ok(()) => Ok(true),
+        Err(error) if error.is_died() => Ok(false),
+        Err(error) => Err(error.into()),
     }
 }

@@ -7,7 +7,7 @@ use hotspare_kernel::ptrace::{self, Stop, Waited, Whose};
 
 use super::register::Thread;
 use super::waits::Next;
-use super::{Guest, gone_is_fine};
+use super::{Guest, gone_is_fine, was_there};
 use crate::objects::error::{ObjectError, ObjectResult};
 
 /// How a stopped thread is held, and so how it goes on.
@@ -182,12 +182,4 @@ fn release(thread: &mut Thread) -> ObjectResult<bool> {
             .and_then(|()| ptrace::cont(thread.tid, signal)),
         Some(Held::Group(_)) => ptrace::listen(thread.tid),
     })
-}
-
-fn was_there(result: hotspare_kernel::Result<()>) -> ObjectResult<bool> {
-    match result {
-        Ok(()) => Ok(true),
-        Err(error) if error.is_died() => Ok(false),
-        Err(error) => Err(error.into()),
-    }
 }

@@ -74,12 +74,14 @@ impl ObjectError {
         }
     }
 
-    /// Whether the next checkpoint may succeed.
+    /// Whether the next checkpoint may succeed: of a state that passes, or of a process that has
+    /// just ended.
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Transient { .. } => true,
             Self::At { source, .. } => source.is_transient(),
-            Self::Kernel { .. } | Self::Call(_) | Self::Refused { .. } | Self::Image(_) => false,
+            Self::Call(error) => error.is_died(),
+            Self::Kernel { .. } | Self::Refused { .. } | Self::Image(_) => false,
         }
     }
 
