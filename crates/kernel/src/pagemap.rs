@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
 
 use linux_raw_sys::general as raw;
@@ -138,6 +139,65 @@ impl Pagemap {
             at = walked;
         }
         Ok(Scanned::Complete)
+    }
+}
+
+/// A pagemap entry (Documentation/admin-guide/mm/pagemap.rst): swapped, and the kind of swap entry
+/// in the lowest bits.
+const SWAPPED_BIT: u64 = 1 << 62;
+const SWAP_KIND: u64 = 0x1f;
+/// `SWP_PTE_MARKER`, always the last kind (include/linux/swap.h). Told to who has CAP_SYS_ADMIN.
+const MARKER_KIND: u64 = 0x1f;
+/// Entries read at once.
+const ENTRIES: usize = 512;
+
+impl Pagemap {
+    /// Takes out of `regions` what counts as swapped and has no content. Where a page of a private
+    /// file mapping is discarded while it is armed, the kernel leaves a marker instead of an empty
+    /// entry (`pte_install_uffd_wp_if_needed`, Linux 5.19), and a scan tells it as it tells a page
+    /// in swap.
+    pub fn without_markers(&self, regions: &mut Vec<Region>) -> Result<()> {
+        let is_suspect = |region: &Region| {
+            region.categories & (category::SWAPPED | category::PRESENT) == category::SWAPPED
+        };
+        if !regions.iter().any(is_suspect) {
+            return Ok(());
+        }
+        let mut left = Vec::with_capacity(regions.len());
+        for region in regions.iter() {
+            if is_suspect(region) {
+                self.keep_content(*region, &mut left)?;
+            } else {
+                left.push(*region);
+            }
+        }
+        *regions = left;
+        Ok(())
+    }
+
+    fn keep_content(&self, region: Region, left: &mut Vec<Region>) -> Result<()> {
+        let mut bytes = [0u8; ENTRIES * 8];
+        let mut at = region.start;
+        while at < region.end {
+            let pages = ((region.end - at) / 4096).min(ENTRIES as u64) as usize;
+            let bytes = &mut bytes[..pages * 8];
+            let read = self.file.read_exact_at(bytes, at / 4096 * 8);
+            read.map_err(KernelError::io("read pagemap"))?;
+            for entry in bytes.as_chunks::<8>().0 {
+                let entry = u64::from_ne_bytes(*entry);
+                let marker = entry & SWAPPED_BIT != 0 && entry & SWAP_KIND == MARKER_KIND;
+                let (start, end) = (at, at + 4096);
+                match left.last_mut() {
+                    _ if marker => {}
+                    Some(last) if last.end == start && last.categories == region.categories => {
+                        last.end = end;
+                    }
+                    _ => left.push(Region { start, end, ..region }),
+                }
+                at = end;
+            }
+        }
+        Ok(())
     }
 }
 

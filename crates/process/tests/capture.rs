@@ -90,6 +90,22 @@ impl Model {
     }
 }
 
+impl Model {
+    /// Pages of files are held only where the guest wrote.
+    fn compare_held(&self, mm: MmId, pid: HostPid, start: u64, end: u64) -> usize {
+        let memory = ProcMem::open(pid).expect("opens");
+        let mut page = vec![0u8; PAGE_BYTES as usize];
+        let owner = PageOwner::Mm(mm);
+        let mut compared = 0;
+        for ((_, at), held) in self.0.range((owner, start)..(owner, end)) {
+            memory.read_exact(*at, &mut page).expect("reads");
+            assert!(*held == page, "page {at:#x} of the file at {start:#x}-{end:#x} differs");
+            compared += 1;
+        }
+        compared
+    }
+}
+
 /// Takes `count` checkpoints, comparing the model with the guest inside each pause.
 fn compare_checkpoints(guest: &mut Guest, count: usize) -> usize {
     let mut model = Model::default();
@@ -138,7 +154,8 @@ fn compare_checkpoints(guest: &mut Guest, count: usize) -> usize {
     }
 }
 
-/// Compares every page of anonymous memory of the stopped guest; returns how many.
+/// Compares every page of anonymous memory of the stopped guest, and what is held of its private
+/// mappings of files; returns how many.
 fn compare_all(model: &Model, guest: &Guest, captured: &Checkpoint) -> usize {
     let mut compared = 0;
     for space in &captured.spaces {
@@ -147,10 +164,12 @@ fn compare_all(model: &Model, guest: &Guest, captured: &Checkpoint) -> usize {
         );
         let pid = guest.host_pid(process.expect("has a process").pid).expect("is alive");
         for mapping in &space.mappings {
-            if matches!(mapping.backing, Backing::Anonymous) {
-                let range = mapping.range;
-                compared += model.compare(space.id, pid, range.start.0, range.end.0);
-            }
+            let (start, end) = (mapping.range.start.0, mapping.range.end.0);
+            compared += match mapping.backing {
+                Backing::Anonymous => model.compare(space.id, pid, start, end),
+                Backing::PrivateFile { .. } => model.compare_held(space.id, pid, start, end),
+                _ => 0,
+            };
         }
     }
     compared
@@ -301,6 +320,37 @@ while True:
 #[test]
 fn a_mapping_that_loses_its_tracking_by_a_move_next_to_it_loses_no_write() {
     let mut guest = begin(&format!("exec /usr/bin/python3 -c '{JOIN}'"));
+    let compared = compare_checkpoints(&mut guest, 60);
+    assert!(compared > 0 && guest.is_alive(), "{compared} pages compared");
+    end(guest);
+}
+
+/// Writes to a private mapping of a file, waits until that is tracked and has been copied, and
+/// gives pages back, of which it reads some again.
+const GIVE_BACK: &str = r#"
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+P = 4096
+a = libc.mmap(None, 16 * P, 3, 2, os.open("/proc/self/exe", os.O_RDONLY), 0)
+ctypes.memset(a, 1, 16 * P)
+pages = open("/proc/self/pagemap", "rb", 0)
+tracked = False
+while not tracked:
+    pages.seek(a // P * 8)
+    tracked = int.from_bytes(pages.read(8), "little") >> 57 & 1
+time.sleep(0.3)
+libc.madvise(a, 12 * P, 4)
+ctypes.string_at(a, 4 * P)
+while True:
+    time.sleep(1)
+"#;
+
+#[test]
+fn a_page_of_a_file_that_is_given_back_shows_the_file_again() {
+    let mut guest = begin(&format!("exec /usr/bin/python3 -c '{GIVE_BACK}'"));
     let compared = compare_checkpoints(&mut guest, 60);
     assert!(compared > 0 && guest.is_alive(), "{compared} pages compared");
     end(guest);

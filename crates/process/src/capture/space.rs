@@ -287,6 +287,12 @@ impl Space {
         // What stood where a mapping was just found to be new is discarded as a whole already.
         let gone = self.in_files.without(&in_files).without(fresh);
         let gone = gone.with(&std::mem::take(&mut self.anonymous.gone));
+        if !gone.is_empty() {
+            // Where memory of the other kind has come, a mapping having grown over the place of an
+            // earlier one: what was copied of it may stand before the discard.
+            let come = self.anonymous.populated.with(&in_files);
+            self.backlog = self.backlog.with(&gone.common(&come));
+        }
         self.discards.extend(gone.iter().map(|(start, end)| GuestRange::new(start, end)));
         self.in_files = in_files;
         Ok(())
@@ -329,6 +335,9 @@ impl Space {
         };
         if let Scanned::NotTracked(_) = scanned {
             return Ok(false);
+        }
+        if file {
+            self.pagemap.without_markers(&mut found.regions)?;
         }
         self.droppable.retain(|known| known.1 <= range.0 || known.0 >= range.1);
         found.take_regions(file, false);
@@ -390,6 +399,9 @@ impl Space {
         let query = if file { FILE_QUERY } else { ALL_QUERY };
         match self.pagemap.scan(line.start, line.end, query, &mut found.regions)? {
             Scanned::Complete => {
+                if file {
+                    self.pagemap.without_markers(&mut found.regions)?;
+                }
                 found.take_regions(file, true);
                 Ok(())
             }
