@@ -17,7 +17,7 @@ use hotspare_image::memory::{PAGE_BYTES, PageOwner};
 pub struct PageRun {
     /// Whose pages.
     pub owner: PageOwner,
-    /// Address, or offset in a shared object; a multiple of the page size.
+    /// Address, or offset in a shared object; a multiple of the page size if whole pages follow.
     pub start: u64,
     /// What happened to them.
     pub content: Content,
@@ -26,7 +26,7 @@ pub struct PageRun {
 /// What the pages of a run hold now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Content {
-    /// These bytes; whole pages.
+    /// These bytes. The capture makes whole pages; to the ghost a part of one may come.
     Bytes(SharedBytes),
     /// Zeroes, this many pages.
     Zero(u64),
@@ -36,7 +36,7 @@ pub enum Content {
 }
 
 impl PageRun {
-    /// Number of pages.
+    /// Number of whole pages.
     pub fn pages(&self) -> u64 {
         match &self.content {
             Content::Bytes(bytes) => bytes.len() as u64 / PAGE_BYTES,
@@ -46,6 +46,10 @@ impl PageRun {
 
     /// One past the last byte.
     pub fn end(&self) -> u64 {
-        self.start + self.pages() * PAGE_BYTES
+        self.start
+            + match &self.content {
+                Content::Bytes(bytes) => bytes.len() as u64,
+                Content::Zero(pages) | Content::Discard(pages) => pages * PAGE_BYTES,
+            }
     }
 }

@@ -10,9 +10,7 @@ use hotspare_image::memory::{MmId, PageOwner};
 use hotspare_image::{Epoch, Position, Term};
 use hotspare_replica::bases::PAGE;
 use hotspare_replica::fuzz::Dice;
-use hotspare_replica::pages::{
-    Effort, PAGES_PER_FRAME_MAX, PageDecoder, PageEncoder, encode_plain,
-};
+use hotspare_replica::pages::{Body, Effort, PAGES_PER_FRAME_MAX, PageDecoder, PageEncoder};
 use hotspare_replica::{
     Channel, Compression, Identity, Incoming, PageBatch, PageRun, Receiver, Replier, Security,
     StagingLimits, keys, sender,
@@ -56,12 +54,18 @@ fn encoding(name: &str, effort: Effort, fresh: bool, mut change: impl FnMut(u64,
         }
         let mut payload = Vec::with_capacity(2 << 20);
         let start = Instant::now();
-        let mut pages: Vec<&[u8]> = bytes.chunks_exact(PAGE).collect();
+        let pages: Vec<&[u8]> = bytes.chunks_exact(PAGE).collect();
         match effort {
             Effort::Squeeze => drop(encoder.squeeze(OWNER, &runs, &pages, &mut payload)),
             Effort::Plain => {
-                encode_plain(OWNER, &runs, &mut pages, &mut payload);
-                pages.iter().for_each(|page| payload.extend_from_slice(page));
+                let mut lines = Vec::new();
+                let (_, bodies) = encoder.plain(OWNER, &runs, &pages, &mut payload, &mut lines);
+                bodies.iter().for_each(|body| {
+                    payload.extend_from_slice(match body {
+                        Body::Page(number) => pages[*number],
+                        Body::Lines(range) => &lines[range.clone()],
+                    });
+                });
             }
         }
         encode.push(start.elapsed().as_secs_f64());
@@ -147,14 +151,14 @@ fn crossing(name: &str, security: &Security, pages: usize, count: u64, compressi
 }
 
 fn main() {
-    encoding("raw", Effort::Plain, false, |_, _| {});
+    encoding("raw", Effort::Plain, true, |_, _| {});
     encoding("zero", Effort::Plain, false, |_, bytes| bytes.fill(0));
     encoding("lz4, text", Effort::Squeeze, true, |_, _| {});
-    encoding("xor, 64 B of a page new", Effort::Squeeze, false, |round, bytes| {
-        for page in bytes.chunks_mut(PAGE) {
-            page[128..192].fill(round as u8);
-        }
-    });
+    let a_little = |round, bytes: &mut Vec<u8>| {
+        bytes.chunks_mut(PAGE).for_each(|page| page[128..192].fill(round as u8));
+    };
+    encoding("lines, 64 B of a page new", Effort::Plain, false, a_little);
+    encoding("xor, 64 B of a page new", Effort::Squeeze, false, a_little);
     let noisy = noise(PAGES_PER_FRAME_MAX * PAGE);
     encoding("noise, squeezed in vain", Effort::Squeeze, true, |_, bytes| {
         bytes.copy_from_slice(&noisy);

@@ -1,8 +1,9 @@
-//! Pages both ends remember, so that one can be sent as its difference from before.
+//! What is remembered of the pages sent last.
 //!
-//! Sender and receiver hold equal caches without talking about it: both insert every remembered
-//! page in the order of the stream and evict the page inserted longest ago. The spare does
-//! not use the ghost's own memory for this, because pages of a checkpoint arrive (pre-copy)
+//! [`Bases`] are whole pages that both ends remember, so that one can be sent as its difference
+//! from before. Sender and receiver hold equal caches without talking about it: both insert every
+//! remembered page in the order of the stream and evict the page inserted longest ago. The spare
+//! does not use the ghost's own memory for this, because pages of a checkpoint arrive (pre-copy)
 //! before it is known which ranges the guest has discarded meanwhile.
 
 use std::collections::HashMap;
@@ -19,15 +20,28 @@ const NONE: u32 = u32::MAX;
 /// A page by its owner and address (or offset).
 pub type PageName = (PageOwner, u64);
 
-/// The pages sent last, oldest forgotten first. Memory grows with use up to [`BASES_MAX`] pages.
+/// Whole pages.
+pub type Bases = Recent<[u8; PAGE]>;
+
+impl Default for Bases {
+    fn default() -> Self {
+        Bases::with_limit(BASES_MAX, [0; PAGE])
+    }
+}
+
+/// Something about each of the pages of which it was noted last; the one noted longest ago is
+/// forgotten first. Memory grows with use up to the limit.
 #[derive(Debug)]
-pub struct Bases {
+pub struct Recent<T> {
     slots: HashMap<PageName, u32>,
     links: Vec<Link>,
-    bytes: Vec<u8>,
+    notes: Vec<T>,
+    /// Slots of pages that were forgotten.
+    free: Vec<u32>,
     newest: u32,
     oldest: u32,
     limit: usize,
+    blank: T,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -37,55 +51,79 @@ struct Link {
     older: u32,
 }
 
-impl Default for Bases {
-    fn default() -> Self {
-        Bases::with_limit(BASES_MAX)
-    }
-}
-
-impl Bases {
-    /// A cache of `limit` pages; both ends must agree on it.
+impl<T: Copy> Recent<T> {
+    /// Room for `limit` pages; a new note begins as `blank`.
     #[must_use]
-    pub fn with_limit(limit: usize) -> Bases {
+    pub fn with_limit(limit: usize, blank: T) -> Self {
         assert!(limit > 0, "a cache of no pages");
-        let (slots, links, bytes) = (HashMap::new(), Vec::new(), Vec::new());
-        Bases { slots, links, bytes, newest: NONE, oldest: NONE, limit }
+        let (slots, links, notes, free) = (HashMap::new(), Vec::new(), Vec::new(), Vec::new());
+        Recent { slots, links, notes, free, newest: NONE, oldest: NONE, limit, blank }
     }
 
-    /// What was last remembered of this page.
+    /// What was last noted of this page.
     #[must_use]
-    pub fn get(&self, name: PageName) -> Option<&[u8]> {
-        let at = *self.slots.get(&name)? as usize * PAGE;
-        Some(&self.bytes[at..at + PAGE])
+    pub fn get(&self, name: PageName) -> Option<&T> {
+        Some(&self.notes[*self.slots.get(&name)? as usize])
     }
 
-    /// Remembers a page as the newest.
-    pub fn insert(&mut self, name: PageName, page: &[u8]) {
-        let slot = match self.slots.get(&name) {
+    /// The note of a page, which is the newest now, and whether there was one before.
+    pub fn note(&mut self, name: PageName) -> (&mut T, bool) {
+        let known = self.slots.get(&name).copied();
+        let slot = match known {
             Some(slot) => {
-                let slot = *slot;
                 self.unlink(slot);
                 slot
             }
             None => self.free_slot(name),
         };
-        let at = slot as usize * PAGE;
-        self.bytes[at..at + PAGE].copy_from_slice(page);
         self.link_newest(slot);
+        (&mut self.notes[slot as usize], known.is_some())
+    }
+
+    /// Forgets `pages` pages of `owner` from address `first` on.
+    pub fn forget(&mut self, owner: PageOwner, first: u64, pages: u64) {
+        if pages > self.slots.len() as u64 {
+            let inside = |name: &PageName| {
+                name.0 == owner && name.1 >= first && (name.1 - first) / (PAGE as u64) < pages
+            };
+            let names: Vec<PageName> = self.slots.keys().copied().filter(inside).collect();
+            names.into_iter().for_each(|name| self.forget_one(name));
+        } else {
+            let address = |page| first.wrapping_add(page * PAGE as u64);
+            (0..pages).for_each(|page| self.forget_one((owner, address(page))));
+        }
+    }
+
+    /// Forgets all pages.
+    pub fn clear(&mut self) {
+        self.slots.clear();
+        self.links.clear();
+        self.notes.clear();
+        self.free.clear();
+        (self.newest, self.oldest) = (NONE, NONE);
+    }
+
+    fn forget_one(&mut self, name: PageName) {
+        if let Some(slot) = self.slots.remove(&name) {
+            self.unlink(slot);
+            self.free.push(slot);
+        }
     }
 
     fn free_slot(&mut self, name: PageName) -> u32 {
-        let slot = if self.links.len() < self.limit {
+        let slot = if let Some(slot) = self.free.pop() {
+            slot
+        } else if self.links.len() < self.limit {
             self.links.push(Link { name, newer: NONE, older: NONE });
-            self.bytes.resize(self.bytes.len() + PAGE, 0);
+            self.notes.push(self.blank);
             (self.links.len() - 1) as u32
         } else {
             let slot = self.oldest;
             self.unlink(slot);
             self.slots.remove(&self.links[slot as usize].name);
-            self.links[slot as usize].name = name;
             slot
         };
+        self.links[slot as usize].name = name;
         self.slots.insert(name, slot);
         slot
     }
@@ -119,28 +157,52 @@ mod tests {
     use super::*;
     use hotspare_image::memory::MmId;
 
+    const OWNER: PageOwner = PageOwner::Mm(MmId(1));
+
     fn name(page: u64) -> PageName {
-        (PageOwner::Mm(MmId(1)), page * PAGE as u64)
+        (OWNER, page * PAGE as u64)
+    }
+
+    fn put(recent: &mut Recent<u64>, page: u64, note: u64) {
+        *recent.note(name(page)).0 = note;
     }
 
     #[test]
-    fn the_page_inserted_longest_ago_is_forgotten_first() {
-        let mut bases = Bases::with_limit(2);
-        bases.insert(name(1), &[1; PAGE]);
-        bases.insert(name(2), &[2; PAGE]);
-        bases.insert(name(1), &[3; PAGE]);
-        bases.insert(name(4), &[4; PAGE]);
-        assert_eq!(bases.get(name(1)), Some(&[3; PAGE][..]));
-        assert_eq!(bases.get(name(2)), None);
-        assert_eq!(bases.get(name(4)), Some(&[4; PAGE][..]));
+    fn the_page_noted_longest_ago_is_forgotten_first() {
+        let mut recent = Recent::with_limit(2, 0);
+        for (page, note) in [(1, 1), (2, 2), (1, 3), (4, 4)] {
+            put(&mut recent, page, note);
+        }
+        let notes = [1, 2, 4].map(|page| recent.get(name(page)).copied());
+        assert_eq!(notes, [Some(3), None, Some(4)]);
     }
 
     #[test]
     fn memory_stays_within_the_limit() {
-        let mut bases = Bases::with_limit(8);
+        let mut recent = Recent::with_limit(8, 0);
         for page in 0..100 {
-            bases.insert(name(page % 23), &[page as u8; PAGE]);
+            put(&mut recent, page % 23, page);
+            recent.forget(OWNER, (page % 5) * PAGE as u64, 1);
         }
-        assert_eq!((bases.slots.len(), bases.links.len(), bases.bytes.len()), (8, 8, 8 * PAGE));
+        assert!(recent.slots.len() <= 8 && recent.links.len() == 8 && recent.notes.len() == 8);
+        assert_eq!(recent.slots.len() + recent.free.len(), 8);
+    }
+
+    #[test]
+    fn what_is_forgotten_is_gone_and_nothing_else() {
+        for pages in [3, 1000] {
+            let mut recent = Recent::with_limit(16, 0);
+            (0..10).for_each(|page| put(&mut recent, page, page));
+            recent.forget(OWNER, 7 * PAGE as u64, pages);
+            let known: Vec<u64> =
+                (0..10).filter(|page| recent.get(name(*page)).is_some()).collect();
+            assert_eq!(known, [0, 1, 2, 3, 4, 5, 6]);
+            put(&mut recent, 8, 80);
+            assert_eq!(recent.get(name(8)), Some(&80));
+        }
+        let mut recent = Recent::with_limit(16, 0);
+        (0..10).for_each(|page| put(&mut recent, page, page));
+        recent.clear();
+        assert!((0..10).all(|page| recent.get(name(page)).is_none()));
     }
 }

@@ -12,6 +12,7 @@ pub mod fuzz;
 pub mod greeting;
 pub mod heartbeat;
 pub mod keys;
+pub mod lines;
 pub mod message;
 pub mod pages;
 pub mod receiver;

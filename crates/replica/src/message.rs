@@ -8,9 +8,9 @@ use minicbor::{Decode, Encode};
 use crate::frame::{Frame, FrameBuffer, FrameError, Kind};
 
 /// Oldest version of the protocol this program speaks.
-pub const VERSION_MIN: u32 = 2;
+pub const VERSION_MIN: u32 = 3;
 /// Newest version of the protocol this program speaks.
-pub const VERSION_MAX: u32 = 2;
+pub const VERSION_MAX: u32 = 3;
 
 /// A host's part at the moment of greeting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]

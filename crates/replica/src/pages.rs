@@ -1,5 +1,8 @@
-//! How page contents travel: zero pages as nothing, others raw, as LZ4, or as LZ4 of the difference
-//! from what the spare already has. Pure functions of bytes; layout: `docs/formats/stream.md`.
+//! How page contents travel: zero pages as nothing, others raw, as LZ4, as LZ4 of the difference
+//! from what the spare already has, or as those lines of them that have changed. Pure functions of
+//! bytes; layout: `docs/formats/stream.md`.
+
+use std::ops::Range;
 
 use hotspare_image::memory::{MmId, PageOwner, SharedId};
 use lz4_flex::block::{CompressTable, compress_into_with_table, decompress_into};
@@ -7,6 +10,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::bases::{Bases, PAGE, PageName};
 use crate::frame::{FrameError, Kind};
+use crate::lines::{LINE, LineSums, put_lines, stretches};
 
 /// Most pages with a descriptor in one frame: even as runs of one page each, raw, they fit.
 pub const PAGES_PER_FRAME_MAX: usize = 252;
@@ -34,6 +38,8 @@ pub enum Encoding {
     Lz4,
     /// XXH3-64's low half of the page, then an LZ4 block of the XOR with its base.
     XorLz4,
+    /// Which lines have changed, a bit each, and their bytes; the others are as they were.
+    Lines,
 }
 
 impl Encoding {
@@ -45,11 +51,12 @@ impl Encoding {
             Encoding::Zero => 1,
             Encoding::Lz4 => 2,
             Encoding::XorLz4 => 3,
+            Encoding::Lines => 4,
         }
     }
 
     fn from_number(number: u16) -> Option<Encoding> {
-        [Encoding::Raw, Encoding::Zero, Encoding::Lz4, Encoding::XorLz4]
+        [Encoding::Raw, Encoding::Zero, Encoding::Lz4, Encoding::XorLz4, Encoding::Lines]
             .into_iter()
             .find(|encoding| encoding.number() == number)
     }
@@ -92,7 +99,7 @@ pub struct PageRun {
 /// How hard to try before sending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effort {
-    /// Only zero pages are recognised.
+    /// Zero pages are recognised, and lines that have not changed.
     Plain,
     /// LZ4 and XOR; both ends remember the pages.
     Squeeze,
@@ -109,19 +116,22 @@ pub struct EncodeCounts {
     pub lz4: u64,
     /// XOR pages.
     pub xor: u64,
+    /// Pages of which the changed lines were sent.
+    pub lines: u64,
 }
 
 impl EncodeCounts {
     /// All pages.
     #[must_use]
     pub fn pages(self) -> u64 {
-        self.raw + self.zero + self.lz4 + self.xor
+        self.raw + self.zero + self.lz4 + self.xor + self.lines
     }
 }
 
 /// Encodes pages of one stream, in order.
 pub struct PageEncoder {
     bases: Bases,
+    sums: LineSums,
     table: CompressTable,
     compressed: Vec<u8>,
     difference: Vec<u8>,
@@ -131,6 +141,7 @@ impl Default for PageEncoder {
     fn default() -> Self {
         PageEncoder {
             bases: Bases::default(),
+            sums: LineSums::default(),
             table: CompressTable::small(),
             // Zeroed once; LZ4 writes over it page after page.
             compressed: vec![0; lz4_flex::block::get_maximum_output_size(PAGE)],
@@ -160,11 +171,10 @@ impl PageEncoder {
             let name = (owner, addresses.next().unwrap_or_default());
             let before = payload.len();
             let encoding = if is_zero(page) {
+                self.sums.forget(owner, name.1, 1);
                 Encoding::Zero
             } else {
-                let encoding = self.squeeze_page(name, page, &mut trial, payload);
-                self.bases.insert(name, page);
-                encoding
+                self.squeeze_page(name, page, &mut trial, payload)
             };
             counts.add(encoding);
             let length = payload.len() - before;
@@ -180,15 +190,22 @@ impl PageEncoder {
         trial: &mut Trial,
         payload: &mut Vec<u8>,
     ) -> Encoding {
+        let changed = self.sums.changed(name, page);
         if let Some(base) = self.bases.get(name) {
             xor_into(&mut self.difference, page, base);
             let length = compress(&self.difference, &mut self.compressed, &mut self.table);
             if length < WORTH_BYTES {
                 payload.extend_from_slice(&check(page));
                 payload.extend_from_slice(&self.compressed[..length]);
+                self.remember(name, page);
                 return Encoding::XorLz4;
             }
+        } else if let Some(changed) = changed {
+            // The spare has the page, but it is at hand in the ghost only: nobody remembers it.
+            put_lines(changed, page, payload);
+            return Encoding::Lines;
         }
+        self.remember(name, page);
         if trial.is_due() {
             let length = compress(page, &mut self.compressed, &mut self.table);
             trial.learn(length < WORTH_BYTES);
@@ -200,31 +217,69 @@ impl PageEncoder {
         payload.extend_from_slice(page);
         Encoding::Raw
     }
+
+    fn remember(&mut self, name: PageName, page: &[u8]) {
+        self.bases.note(name).0.copy_from_slice(page);
+    }
+
+    /// Appends the head of a Pages frame to `payload`. The bodies that follow it are told in their
+    /// order: pages as they are, or changed lines of one or several pages, which go to `lines`.
+    ///
+    /// # Panics
+    /// As [`PageEncoder::squeeze`].
+    pub fn plain(
+        &mut self,
+        owner: PageOwner,
+        runs: &[PageRun],
+        pages: &[&[u8]],
+        payload: &mut Vec<u8>,
+        lines: &mut Vec<u8>,
+    ) -> (EncodeCounts, Vec<Body>) {
+        let table = put_described(owner, runs, pages, payload);
+        let mut counts = EncodeCounts::default();
+        let mut bodies = Vec::with_capacity(pages.len());
+        for (number, (page, address)) in pages.iter().zip(addresses(runs)).enumerate() {
+            let (encoding, length) = if is_zero(page) {
+                self.sums.forget(owner, address, 1);
+                (Encoding::Zero, 0)
+            } else if let Some(changed) = self.sums.changed((owner, address), page) {
+                let before = lines.len();
+                put_lines(changed, page, lines);
+                match bodies.last_mut() {
+                    Some(Body::Lines(last)) => last.end = lines.len(),
+                    _ => bodies.push(Body::Lines(before..lines.len())),
+                }
+                (Encoding::Lines, lines.len() - before)
+            } else {
+                bodies.push(Body::Page(number));
+                (Encoding::Raw, PAGE)
+            };
+            counts.add(encoding);
+            put_descriptor(payload, table, number, encoding, length);
+        }
+        (counts, bodies)
+    }
+
+    /// These pages have been discarded, or are zero: what is sent of them next is sent whole.
+    pub fn discarded(&mut self, owner: PageOwner, runs: &[PageRun]) {
+        for run in runs {
+            self.sums.forget(owner, run.first, run.pages.into());
+        }
+    }
+
+    /// The spare begins with nothing, or has dropped what it got.
+    pub fn begin_full(&mut self) {
+        self.sums.clear();
+    }
 }
 
-/// Appends the head of a Pages frame and leaves in `pages` those whose bytes follow it as they are:
-/// all but zero pages.
-///
-/// # Panics
-/// As [`PageEncoder::squeeze`].
-pub fn encode_plain(
-    owner: PageOwner,
-    runs: &[PageRun],
-    pages: &mut Vec<&[u8]>,
-    payload: &mut Vec<u8>,
-) -> EncodeCounts {
-    let table = put_described(owner, runs, pages, payload);
-    let mut counts = EncodeCounts::default();
-    let mut number = 0;
-    pages.retain(|page| {
-        let (encoding, length) =
-            if is_zero(page) { (Encoding::Zero, 0) } else { (Encoding::Raw, PAGE) };
-        counts.add(encoding);
-        put_descriptor(payload, table, number, encoding, length);
-        number += 1;
-        encoding == Encoding::Raw
-    });
-    counts
+/// What follows the head of a Pages frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Body {
+    /// A page as it is, by its number in the frame.
+    Page(usize),
+    /// A part of the changed lines.
+    Lines(Range<usize>),
 }
 
 /// Appends everything before the bodies of described pages; where their descriptors are.
@@ -281,6 +336,7 @@ impl EncodeCounts {
         self.zero += more.zero;
         self.lz4 += more.lz4;
         self.xor += more.xor;
+        self.lines += more.lines;
     }
 
     fn add(&mut self, encoding: Encoding) {
@@ -289,6 +345,7 @@ impl EncodeCounts {
             Encoding::Zero => self.zero += 1,
             Encoding::Lz4 => self.lz4 += 1,
             Encoding::XorLz4 => self.xor += 1,
+            Encoding::Lines => self.lines += 1,
         }
     }
 }
@@ -366,7 +423,7 @@ pub enum Content<'a> {
     /// This many pages have nothing of their own any more (`MADV_DONTNEED`, or mapped anew): back
     /// to zero, or to the file's content in a private file mapping.
     Discard(u32),
-    /// Whole pages, one after another.
+    /// Pages one after another, or a part of a page.
     Bytes(&'a [u8]),
 }
 
@@ -414,11 +471,17 @@ impl PageDecoder {
                 let name = (owner, address);
                 let page = decode_page(&self.bases, &mut self.page, &mut bytes, name, descriptor)?;
                 match page {
-                    None => sink(owner, address, Content::Zero(1))?,
-                    Some(page) => {
+                    Decoded::Zero => sink(owner, address, Content::Zero(1))?,
+                    Decoded::Whole(page) => {
                         sink(owner, address, Content::Bytes(page))?;
                         if remember {
-                            self.bases.insert(name, page);
+                            self.bases.note(name).0.copy_from_slice(page);
+                        }
+                    }
+                    Decoded::Lines(changed, mut lines) => {
+                        for stretch in stretches(changed) {
+                            let part = lines.take(stretch.len())?;
+                            sink(owner, address + stretch.start as u64, Content::Bytes(part))?;
                         }
                     }
                 }
@@ -428,21 +491,36 @@ impl PageDecoder {
     }
 }
 
-/// One page: `None` for zero, else its bytes in the payload or in `scratch`.
+/// What was sent of a page.
+enum Decoded<'a> {
+    Zero,
+    Whole(&'a [u8]),
+    Lines(u32, Bytes<'a>),
+}
+
+/// One page; its bytes are in the payload or in `scratch`.
 fn decode_page<'a, 'payload: 'a>(
     bases: &Bases,
     scratch: &'a mut [u8],
     bytes: &mut Bytes<'payload>,
     name: PageName,
     descriptor: u16,
-) -> Result<Option<&'a [u8]>, FrameError> {
+) -> Result<Decoded<'a>, FrameError> {
     let encoding = Encoding::from_number(descriptor >> 13).ok_or(malformed("encoding"))?;
     let body = bytes.take(usize::from(descriptor & 0x1fff))?;
     match encoding {
-        Encoding::Zero if body.is_empty() => return Ok(None),
+        Encoding::Zero if body.is_empty() => return Ok(Decoded::Zero),
         Encoding::Zero => return Err(malformed("a zero page with bytes")),
-        Encoding::Raw if body.len() == PAGE => return Ok(Some(body)),
+        Encoding::Raw if body.len() == PAGE => return Ok(Decoded::Whole(body)),
         Encoding::Raw => return Err(malformed("a raw page of another length")),
+        Encoding::Lines => {
+            let mut lines = Bytes(body);
+            let changed = lines.u32()?;
+            if lines.0.len() != changed.count_ones() as usize * LINE {
+                return Err(malformed("another number of lines"));
+            }
+            return Ok(Decoded::Lines(changed, lines));
+        }
         Encoding::Lz4 => decompress_page(body, scratch)?,
         Encoding::XorLz4 => {
             let (expected, body) = body.split_at_checked(4).ok_or(malformed("short XOR page"))?;
@@ -456,7 +534,7 @@ fn decode_page<'a, 'payload: 'a>(
             }
         }
     }
-    Ok(Some(scratch))
+    Ok(Decoded::Whole(scratch))
 }
 
 fn decompress_page(body: &[u8], page: &mut [u8]) -> Result<(), FrameError> {
@@ -622,14 +700,105 @@ mod tests {
         assert_eq!(seen, 1);
     }
 
+    fn plainly(
+        encoder: &mut PageEncoder,
+        runs: &[PageRun],
+        pages: &[&[u8]],
+    ) -> (EncodeCounts, Vec<u8>) {
+        let (mut payload, mut lines) = (Vec::new(), Vec::new());
+        let (counts, bodies) = encoder.plain(OWNER, runs, pages, &mut payload, &mut lines);
+        for body in bodies {
+            payload.extend_from_slice(match body {
+                Body::Page(number) => pages[number],
+                Body::Lines(range) => &lines[range],
+            });
+        }
+        (counts, payload)
+    }
+
+    /// A page that a program changes a little, or altogether, or gives back, is on the spare what
+    /// it was when it was sent, in whichever way it is sent.
+    #[test]
+    fn the_lines_that_travel_are_enough() {
+        const PAGES: u64 = 5;
+        let (mut encoder, mut decoder) = (PageEncoder::default(), PageDecoder::default());
+        let run = [PageRun { first: 0x1000, pages: PAGES as u32 }];
+        let mut guest = vec![0u8; PAGES as usize * PAGE];
+        let mut spare = guest.clone();
+        let mut total = EncodeCounts::default();
+        let mut dice = 7u64;
+        let mut roll = |below: usize| {
+            dice = xxh3_64(&dice.to_le_bytes());
+            dice as usize % below
+        };
+        for round in 0..500u64 {
+            for _ in 0..roll(20) {
+                let at = roll(guest.len());
+                guest[at] = roll(256) as u8;
+            }
+            let at = roll(PAGES as usize) * PAGE;
+            match roll(10) {
+                0 => guest[at..at + PAGE].copy_from_slice(&noise(round)),
+                1 => guest[at..at + PAGE].fill(0),
+                2 => {
+                    // Discarded, and written again before it is sent.
+                    let gone = [PageRun { first: 0x1000 + at as u64, pages: 1 }];
+                    encoder.discarded(OWNER, &gone);
+                    guest[at..at + PAGE].fill(0);
+                    spare[at..at + PAGE].fill(0);
+                    guest[at + roll(PAGE)] = 1;
+                }
+                3 if roll(9) == 0 => {
+                    encoder.begin_full();
+                    spare.fill(0xee);
+                }
+                _ => {}
+            }
+            let squeezes = roll(3) == 0;
+            let (counts, payload) = if squeezes {
+                let mut payload = Vec::new();
+                (encoder.squeeze(OWNER, &run, &cut(&guest), &mut payload), payload)
+            } else {
+                plainly(&mut encoder, &run, &cut(&guest))
+            };
+            total.add_all(counts);
+            let apply = |_: PageOwner, address: u64, content: Content<'_>| {
+                let at = (address - 0x1000) as usize;
+                match content {
+                    Content::Zero(pages) => spare[at..at + pages as usize * PAGE].fill(0),
+                    Content::Bytes(bytes) => spare[at..at + bytes.len()].copy_from_slice(bytes),
+                    Content::Discard(_) => panic!("nobody sent a discard"),
+                }
+                Ok(())
+            };
+            decoder.decode(&payload, squeezes, apply).unwrap();
+            assert!(spare == guest, "round {round}: {counts:?}");
+        }
+        let EncodeCounts { raw, zero, lz4, xor, lines } = total;
+        assert!([raw, zero, lz4, xor, lines].iter().all(|count| *count > 10), "{total:?}");
+    }
+
+    #[test]
+    fn lines_that_are_not_whole_are_refused() {
+        let mut encoder = PageEncoder::default();
+        let run = [PageRun { first: 0x1000, pages: 1 }];
+        let mut page = noise(3);
+        plainly(&mut encoder, &run, &[&page]);
+        page[0] ^= 1;
+        let (counts, mut payload) = plainly(&mut encoder, &run, &[&page]);
+        assert_eq!((counts.lines, payload.len()), (1, 34 + 4 + LINE));
+        // Another line is named than there are bytes for.
+        payload[34] |= 2;
+        let error = PageDecoder::default().decode(&payload, false, |_, _, _| Ok(())).unwrap_err();
+        assert!(error.to_string().contains("number of lines"), "{error}");
+    }
+
     #[test]
     fn plain_pages_follow_their_head() {
         let bytes = [noise(1), vec![0; PAGE], noise(2)].concat();
         let runs = [PageRun { first: 0x1000, pages: 2 }, PageRun { first: 0x9000, pages: 1 }];
-        let (mut pages, mut payload) = (cut(&bytes), Vec::new());
-        let counts = encode_plain(OWNER, &runs, &mut pages, &mut payload);
-        assert_eq!((counts.raw, counts.zero, pages.len()), (2, 1, 2));
-        pages.iter().for_each(|page| payload.extend_from_slice(page));
+        let (counts, payload) = plainly(&mut PageEncoder::default(), &runs, &cut(&bytes));
+        assert_eq!((counts.raw, counts.zero, counts.lines), (2, 1, 0));
         let back = decoded(&mut PageDecoder::default(), &payload, false);
         let addresses: Vec<u64> = back.iter().map(|page| page.0).collect();
         assert_eq!(addresses, [0x1000, 0x2000, 0x9000]);
@@ -669,12 +838,9 @@ mod tests {
             .map(|page| PageRun { first: page * 3 * PAGE as u64, pages: 1 })
             .collect();
         let bytes: Vec<u8> = (0..PAGES_PER_FRAME_MAX as u64).flat_map(noise).collect();
-        let mut payload = Vec::new();
-        let mut pages = cut(&bytes);
-        let counts = encode_plain(OWNER, &runs, &mut pages, &mut payload);
-        assert_eq!((counts.raw as usize, pages.len()), (PAGES_PER_FRAME_MAX, PAGES_PER_FRAME_MAX));
-        let bodies: usize = pages.iter().map(|page| page.len()).sum();
-        assert!(payload.len() + bodies <= crate::frame::PAYLOAD_BYTES_MAX);
+        let (counts, payload) = plainly(&mut PageEncoder::default(), &runs, &cut(&bytes));
+        assert_eq!(counts.raw as usize, PAGES_PER_FRAME_MAX);
+        assert!(payload.len() <= crate::frame::PAYLOAD_BYTES_MAX);
     }
 
     #[test]

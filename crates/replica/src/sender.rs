@@ -15,8 +15,8 @@ use crate::message::{
     CheckpointBegin, CheckpointEnd, Goodbye, GoodbyeCode, MemberEntry, SwitchoverOffer, open, seal,
 };
 use crate::pages::{
-    Effort, EncodeCounts, PAGES_PER_FRAME_MAX, PageEncoder, PageRun, RUNS_PER_FRAME_MAX,
-    encode_discard_runs, encode_plain, encode_zero_runs,
+    Body, Effort, EncodeCounts, PAGES_PER_FRAME_MAX, PageEncoder, PageRun, RUNS_PER_FRAME_MAX,
+    encode_discard_runs, encode_zero_runs,
 };
 use crate::staging::chain;
 
@@ -236,6 +236,7 @@ pub fn sender<W: Write, R: Read>(
         stream: write,
         shared: shared.clone(),
         encoder: PageEncoder::default(),
+        lines: Vec::new(),
         buffer: FrameBuffer::default(),
         frames: 0,
         hash: 0,
@@ -472,6 +473,8 @@ pub struct Writer<W> {
     stream: W,
     shared: Arc<Shared>,
     encoder: PageEncoder,
+    /// Changed lines of the frame under way.
+    lines: Vec<u8>,
     buffer: FrameBuffer,
     frames: u64,
     hash: u64,
@@ -518,6 +521,9 @@ impl<W: Write> Writer<W> {
     fn carry_out(&mut self, job: Job) -> io::Result<()> {
         match job {
             Job::Begin(begin) => {
+                if begin.full {
+                    self.encoder.begin_full();
+                }
                 let bytes = seal(&mut self.buffer, Kind::CheckpointBegin, &begin);
                 (self.frames, self.hash) = (0, chain(0, checksum_of(bytes)));
                 self.write()
@@ -550,6 +556,7 @@ impl<W: Write> Writer<W> {
         runs: &[PageRun],
         encode: fn(PageOwner, &[PageRun], &mut Vec<u8>),
     ) -> io::Result<()> {
+        self.encoder.discarded(owner, runs);
         for runs in runs.chunks(RUNS_PER_FRAME_MAX) {
             self.buffer.clear();
             encode(owner, runs, self.buffer.payload());
@@ -597,41 +604,44 @@ impl<W: Write> Writer<W> {
         &mut self,
         owner: PageOwner,
         runs: &[PageRun],
-        mut pages: Vec<&[u8]>,
+        pages: Vec<&[u8]>,
     ) -> io::Result<()> {
         let bytes = pages.len() * PAGE;
         let effort = self.pace.effort();
         self.buffer.clear();
+        let mut lines = std::mem::take(&mut self.lines);
+        lines.clear();
         let start = Instant::now();
         let payload = self.buffer.payload();
-        let counts = match effort {
-            Effort::Squeeze => self.encoder.squeeze(owner, runs, &pages, payload),
-            Effort::Plain => encode_plain(owner, runs, &mut pages, payload),
+        let (counts, bodies) = match effort {
+            Effort::Squeeze => (self.encoder.squeeze(owner, runs, &pages, payload), Vec::new()),
+            Effort::Plain => self.encoder.plain(owner, runs, &pages, payload, &mut lines),
         };
         let spent = start.elapsed();
-        if effort == Effort::Squeeze {
-            self.pace.squeezed(bytes, self.buffer.payload().len(), spent);
-        }
+        let body = |body: &Body| match body {
+            Body::Page(number) => pages[*number],
+            Body::Lines(range) => &lines[range.clone()],
+        };
+        let tail: Vec<&[u8]> = bodies.iter().map(body).collect();
+        let after = self.buffer.payload().len() + tail.iter().map(|body| body.len()).sum::<usize>();
+        self.pace.encoded(effort, bytes, after, spent);
         self.stats.encode_time += spent;
         self.stats.page_bytes += bytes as u64;
         self.stats.pages.add_all(counts);
-        match effort {
-            Effort::Squeeze => self.send_part(Kind::Pages, FLAG_REMEMBER),
-            Effort::Plain => self.send_part_with(Kind::Pages, &pages),
-        }
+        let flags = if effort == Effort::Squeeze { FLAG_REMEMBER } else { 0 };
+        let sent = self.send_part_with(Kind::Pages, flags, &tail);
+        self.lines = lines;
+        sent
     }
 
     /// Sends the buffer as a frame that counts towards the checkpoint's hash.
     fn send_part(&mut self, kind: Kind, flags: u16) -> io::Result<()> {
-        let checksum = checksum_of(self.buffer.seal(kind, flags));
-        self.frames += 1;
-        self.hash = chain(self.hash, checksum);
-        self.write()
+        self.send_part_with(kind, flags, &[])
     }
 
     /// The same of the buffer and what follows it.
-    fn send_part_with(&mut self, kind: Kind, tail: &[&[u8]]) -> io::Result<()> {
-        let checksum = self.buffer.seal_with(kind, 0, tail);
+    fn send_part_with(&mut self, kind: Kind, flags: u16, tail: &[&[u8]]) -> io::Result<()> {
+        let checksum = self.buffer.seal_with(kind, flags, tail);
         self.frames += 1;
         self.hash = chain(self.hash, checksum);
         self.write_with(tail)
@@ -676,14 +686,16 @@ fn checksum_of(frame: &[u8]) -> u64 {
 }
 
 /// Decides whether compressing pays: encoding and writing share a thread, so a byte costs
-/// `1/link` raw and `1/squeeze + ratio/link` squeezed. A link that swallows everything into its
-/// socket buffer looks fast, and is: nobody waits for it.
+/// `plain/link` as it is and `1/squeeze + ratio/link` squeezed. A link that swallows everything
+/// into its socket buffer looks fast, and is: nobody waits for it.
 struct Pace {
     compression: Compression,
     link: Rate,
     squeeze: Rate,
     /// Bytes after over bytes before squeezing.
     ratio: f64,
+    /// The same without: zero pages and lines that have not changed are left out anyway.
+    plain: f64,
     frames: u64,
 }
 
@@ -693,12 +705,19 @@ const PROBE_EVERY: u64 = 128;
 impl Pace {
     fn new(compression: Compression) -> Pace {
         let squeeze = Rate { bytes_per_s: 600e6 };
-        Pace { compression, link: Rate { bytes_per_s: 2e9 }, squeeze, ratio: 0.5, frames: 0 }
+        Pace {
+            compression,
+            link: Rate { bytes_per_s: 2e9 },
+            squeeze,
+            ratio: 0.5,
+            plain: 1.0,
+            frames: 0,
+        }
     }
 
     fn effort(&mut self) -> Effort {
         self.frames += 1;
-        let pays = self.link.bytes_per_s < self.squeeze.bytes_per_s * (1.0 - self.ratio);
+        let pays = self.link.bytes_per_s < self.squeeze.bytes_per_s * (self.plain - self.ratio);
         // On a link faster than squeezing anything to nothing there is no point in asking.
         let asks = self.link.bytes_per_s < self.squeeze.bytes_per_s
             && self.frames.is_multiple_of(PROBE_EVERY);
@@ -714,10 +733,15 @@ impl Pace {
         self.link.learn(bytes, spent);
     }
 
-    fn squeezed(&mut self, before: usize, after: usize, spent: Duration) {
-        self.squeeze.learn(before, spent);
+    fn encoded(&mut self, effort: Effort, before: usize, after: usize, spent: Duration) {
         let ratio = after as f64 / before.max(1) as f64;
-        self.ratio += (ratio - self.ratio) * 0.1;
+        match effort {
+            Effort::Plain => self.plain += (ratio - self.plain) * 0.1,
+            Effort::Squeeze => {
+                self.squeeze.learn(before, spent);
+                self.ratio += (ratio - self.ratio) * 0.1;
+            }
+        }
     }
 }
 

@@ -111,7 +111,7 @@ impl Read for PileReader {
 struct StagedRun {
     owner: PageOwner,
     first: u64,
-    pages: u32,
+    bytes: u64,
     kind: RunKind,
 }
 
@@ -204,22 +204,23 @@ fn put_pages(
     address: u64,
     content: Content<'_>,
 ) -> Result<(), FrameError> {
-    let (pages, kind) = match content {
-        Content::Zero(pages) => (pages, RunKind::Zero),
-        Content::Discard(pages) => (pages, RunKind::Discard),
+    let whole = |pages: u32| u64::from(pages) * PAGE as u64;
+    let (bytes, kind) = match content {
+        Content::Zero(pages) => (whole(pages), RunKind::Zero),
+        Content::Discard(pages) => (whole(pages), RunKind::Discard),
         Content::Bytes(bytes) => {
             pile.push(bytes).map_err(FrameError::Staging)?;
-            ((bytes.len() / PAGE) as u32, RunKind::Described)
+            (bytes.len() as u64, RunKind::Described)
         }
     };
     if let Some(last) = runs.last_mut()
         && (last.owner, last.kind) == (owner, kind)
-        && last.first + u64::from(last.pages) * PAGE as u64 == address
-        && let Some(sum) = last.pages.checked_add(pages)
+        && last.first + last.bytes == address
+        && last.bytes + bytes <= whole(u32::MAX)
     {
-        last.pages = sum;
+        last.bytes += bytes;
     } else {
-        runs.push(StagedRun { owner, first: address, pages, kind });
+        runs.push(StagedRun { owner, first: address, bytes, kind });
     }
     Ok(())
 }
@@ -306,17 +307,17 @@ impl StagedCheckpoint {
         let Some(&run) = self.runs.get(self.next) else { return Ok(None) };
         let whole = match run.kind {
             RunKind::Described => None,
-            RunKind::Zero => Some(Staged::Zero(run.pages)),
-            RunKind::Discard => Some(Staged::Discard(run.pages)),
+            RunKind::Zero => Some(Staged::Zero((run.bytes / PAGE as u64) as u32)),
+            RunKind::Discard => Some(Staged::Discard((run.bytes / PAGE as u64) as u32)),
         };
         if let Some(content) = whole {
             self.next += 1;
             return Ok(Some((run.owner, run.first, content)));
         }
-        let (begin, bytes) = (self.given, u64::from(run.pages) * PAGE as u64);
-        let length = (bytes - begin).min(PIECE);
+        let begin = self.given;
+        let length = (run.bytes - begin).min(PIECE);
         self.given += length;
-        if self.given == bytes {
+        if self.given == run.bytes {
             (self.next, self.given) = (self.next + 1, 0);
         }
         let content = take(&mut self.pages, length as usize)?;
@@ -331,7 +332,7 @@ pub enum Staged {
     Zero(u32),
     /// This many pages that have nothing of their own any more.
     Discard(u32),
-    /// These bytes; whole pages.
+    /// These bytes; pages, or a part of a page.
     Bytes(SharedBytes),
 }
 

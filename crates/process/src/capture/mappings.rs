@@ -42,7 +42,7 @@ pub struct ProcessCache {
 type Described = (u64, u64, Vec<(u64, u64)>);
 
 /// How much of the time may go into reading flags: one part in so many.
-const FLAGS_SHARE: u32 = 50;
+const FLAGS_SHARE: u32 = 100;
 /// Flags that are known from elsewhere, or for good.
 const LASTING: u32 = flag::MAIN_STACK | flag::GROWS_DOWN | flag::DROPPABLE;
 

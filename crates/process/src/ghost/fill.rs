@@ -151,15 +151,16 @@ impl Gathered {
     }
 }
 
-/// Checks what the stream promised: whole pages at page addresses that do not wrap.
+/// Checks what the stream promised: addresses that do not wrap, and what is zero or discarded is so
+/// in whole pages.
 pub(super) fn check(run: &PageRun) -> GhostResult<()> {
-    let whole = match &run.content {
-        Content::Bytes(bytes) => (bytes.len() as u64).is_multiple_of(PAGE_BYTES),
-        Content::Zero(_) | Content::Discard(_) => true,
+    let (aligned, bytes) = match &run.content {
+        Content::Bytes(bytes) => (true, Some(bytes.len() as u64)),
+        Content::Zero(pages) | Content::Discard(pages) => {
+            (run.start.is_multiple_of(PAGE_BYTES), pages.checked_mul(PAGE_BYTES))
+        }
     };
-    let bytes = run.pages().checked_mul(PAGE_BYTES);
-    let end = bytes.and_then(|bytes| run.start.checked_add(bytes));
-    if whole && run.start.is_multiple_of(PAGE_BYTES) && end.is_some() {
+    if aligned && bytes.and_then(|bytes| run.start.checked_add(bytes)).is_some() {
         return Ok(());
     }
     Err(GhostError::Image(format!("pages at {:#x}", run.start)))
