@@ -106,20 +106,7 @@ fn pauses(arguments: &PauseArguments) -> Result<()> {
     ]);
     for &keys in &arguments.keys {
         for &writes in &arguments.writes {
-            let hotspare = Some(&hotspare);
-            let plain = run((None, false), &[], keys, writes, arguments)?;
-            let bare = run((hotspare, false), &[], keys, writes, arguments)?;
-            let without = [plain.saturated.replies_per_s, bare.saturated.replies_per_s];
-            let modes: &[&str] =
-                if arguments.no_stop_and_copy { &[""] } else { &["", "--stop-and-copy"] };
-            for mode in modes {
-                let more: Vec<String> = Some(*mode)
-                    .filter(|mode| !mode.is_empty())
-                    .map(str::to_owned)
-                    .into_iter()
-                    .collect();
-                let result = run((hotspare, true), &more, keys, writes, arguments)?;
-                let name = if more.is_empty() { "pre-copy" } else { "stop-and-copy" };
+            for (name, result, without) in rows(&hotspare, keys, writes, arguments)? {
                 let head = [name.to_owned(), keys.to_string(), format!("{:.0} %", writes * 100.0)];
                 overview.row(head.iter().cloned().chain(overview_of(&result, without)));
                 let each = PARTS.iter().map(|part| three(&result.steady, part));
@@ -132,8 +119,9 @@ fn pauses(arguments: &PauseArguments) -> Result<()> {
          a second on 8 connections; pauses, parts and bytes are of it. Saturated: 8 connections, \
          each as fast as replies come; \"plain\" is Redis alone, \"no spare\" Redis under \
          `hotspare run` without a spare: no checkpoints, but namespaces of its own and one bridge \
-         more. Loss is against plain. CPU: of the agents under the saturated load, guest and \
-         ghost apart. RSS: most of the run so far, filling and the first copy included.",
+         more. Plain is measured before and after the others; loss is against the mean. CPU: of \
+         the agents under the saturated load, guest and ghost apart. RSS: most of the run so far, \
+         filling and the first copy included.",
         arguments.epoch_ms, arguments.seconds, arguments.rate
     );
     let text = format!(
@@ -143,6 +131,30 @@ fn pauses(arguments: &PauseArguments) -> Result<()> {
         parts.text
     );
     finish("pause", &text, arguments.write)
+}
+
+/// Each mode with the replies a second of an unprotected Redis, and of one without a spare. What
+/// the machine does for others changes by the minute: plain is measured on both sides.
+fn rows(
+    hotspare: &PathBuf,
+    keys: u64,
+    writes: f64,
+    arguments: &PauseArguments,
+) -> Result<Vec<(&'static str, PauseResult, [f64; 2])>> {
+    let replies = |mode| -> Result<f64> {
+        Ok(run(mode, &[], keys, writes, arguments)?.saturated.replies_per_s)
+    };
+    let plain = replies((None, false))?;
+    let bare = replies((Some(hotspare), false))?;
+    let modes: &[(&str, &[&str])] = &[("pre-copy", &[]), ("stop-and-copy", &["--stop-and-copy"])];
+    let modes = &modes[..if arguments.no_stop_and_copy { 1 } else { 2 }];
+    let measure = |(name, more): &(&'static str, &[&str])| {
+        let more: Vec<String> = more.iter().map(ToString::to_string).collect();
+        Ok((*name, run((Some(hotspare), true), &more, keys, writes, arguments)?))
+    };
+    let results = modes.iter().map(measure).collect::<Result<Vec<_>>>()?;
+    let plain = (plain + replies((None, false))?) / 2.0;
+    Ok(results.into_iter().map(|(name, result)| (name, result, [plain, bare])).collect())
 }
 
 fn run(

@@ -1,5 +1,7 @@
 //! Real-time scheduling and locked memory for one thread (sched(7), mlock(2)).
 
+use std::marker::PhantomData;
+
 use crate::error::{KernelError, Result, check};
 
 /// Gives the calling thread `SCHED_FIFO` at `priority` (1 to 99); threads and processes it starts
@@ -11,6 +13,44 @@ pub fn schedule_fifo(priority: i32) -> Result<()> {
     // SAFETY: `param` is valid for the call; 0 names the calling thread.
     let done = unsafe { libc::sched_setscheduler(0, policy, &param) };
     check("schedule the thread first in, first out", done.into()).map(drop)
+}
+
+/// While this lives, the calling thread goes before ordinary ones, if it may; else nothing changes.
+/// For moments in which others wait for this thread and can do nothing else.
+#[derive(Debug)]
+pub struct Urgent {
+    before: (i32, i32),
+    /// A schedule belongs to the thread that asked for it.
+    _own: PhantomData<*const ()>,
+}
+
+impl Urgent {
+    /// From now on, at `priority` (1 to 99). A thread that is urgent anyway stays as it is.
+    pub fn begin(priority: i32) -> Option<Self> {
+        let before = schedule()?;
+        let ordinary = before.0 & !libc::SCHED_RESET_ON_FORK == libc::SCHED_OTHER;
+        let begun = ordinary && schedule_fifo(priority).is_ok();
+        begun.then_some(Self { before, _own: PhantomData })
+    }
+}
+
+impl Drop for Urgent {
+    fn drop(&mut self) {
+        let param = libc::sched_param { sched_priority: self.before.1 };
+        // SAFETY: `param` is valid for the call; 0 names the calling thread. Who could raise it can
+        // lower it.
+        unsafe { libc::sched_setscheduler(0, self.before.0, &param) };
+    }
+}
+
+/// Policy and priority of the calling thread.
+fn schedule() -> Option<(i32, i32)> {
+    let mut param = libc::sched_param { sched_priority: 0 };
+    // SAFETY: `param` is writable; 0 names the calling thread.
+    let got = unsafe { libc::sched_getparam(0, &mut param) };
+    // SAFETY: 0 names the calling thread.
+    let policy = unsafe { libc::sched_getscheduler(0) };
+    (got == 0 && policy >= 0).then_some((policy, param.sched_priority))
 }
 
 /// Locks the calling thread's stack in memory, so that it never waits for a page. Needs
@@ -58,6 +98,25 @@ mod tests {
                 assert_eq!(policy, libc::SCHED_OTHER);
             }
         }
+    }
+
+    #[test]
+    fn urgency_ends_and_leaves_what_was() {
+        let policies = std::thread::spawn(|| {
+            let policy = || schedule().map(|(policy, _)| policy & !libc::SCHED_RESET_ON_FORK);
+            let urgent = Urgent::begin(1);
+            let (begun, during) = (urgent.is_some(), policy());
+            drop(urgent);
+            let after = policy();
+            // The heart's priority is not lowered.
+            let heart = schedule_fifo(10).is_ok();
+            let _urgent = Urgent::begin(1);
+            (begun, during, after, heart, schedule())
+        });
+        let (begun, during, after, heart, last) = policies.join().unwrap();
+        assert_eq!(during == Some(libc::SCHED_FIFO), begun);
+        assert_eq!((after, begun), (Some(libc::SCHED_OTHER), heart));
+        assert_eq!(last.is_some_and(|(_, priority)| priority == 10), heart);
     }
 
     #[test]

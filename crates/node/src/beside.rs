@@ -1,5 +1,8 @@
 //! A thread that looks at the guest's kernel objects while the owner of the guest has its threads
 //! answer about themselves: the guest stands still for the longer of the two, not for both.
+//!
+//! It has an ordinary schedule: the guest's threads answer at the same time, and with more urgency
+//! it would keep them waiting where processors are few.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;

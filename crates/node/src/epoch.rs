@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use hotspare_files::{ChangeSet, ReplicatedDir};
 use hotspare_image::{Epoch, NodeId, Position, Term};
+use hotspare_kernel::realtime::Urgent;
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::capture::objects::ObjectCapture;
 use hotspare_process::capture::{Captured, CheckpointRules};
@@ -41,6 +42,9 @@ const UNACKNOWLEDGED_MAX: usize = 8;
 /// from those whom the guest waits for.
 const HELD_BYTES: u64 = 4 << 20;
 const READING: &str = "the files that the program uses are being read, to be compared";
+/// Of the thread that the stopped guest waits for. Below that of the heartbeats: a host that is
+/// silent is replaced.
+const PAUSE_PRIORITY: i32 = 5;
 /// Longest time without a look at what else there is to do.
 const SLICE: Duration = Duration::from_millis(20);
 
@@ -442,7 +446,9 @@ impl EpochMaker {
             true => u64::MAX,
             false => REST_PAGES_MAX << tries,
         };
+        let urgent = Urgent::begin(PAUSE_PRIORITY);
         let captured = guest.checkpoint(most, &mut rules, &mut cut);
+        drop(urgent);
         (captured, changes)
     }
 }
