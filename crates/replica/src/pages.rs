@@ -267,8 +267,8 @@ impl PageEncoder {
         }
     }
 
-    /// The spare begins with nothing, or has dropped what it got.
-    pub fn begin_full(&mut self) {
+    /// The spare begins with nothing, or has dropped what it got: pages are sent whole.
+    pub fn begin_anew(&mut self) {
         self.sums.clear();
     }
 }
@@ -749,7 +749,7 @@ mod tests {
                     guest[at + roll(PAGE)] = 1;
                 }
                 3 if roll(9) == 0 => {
-                    encoder.begin_full();
+                    encoder.begin_anew();
                     spare.fill(0xee);
                 }
                 _ => {}

@@ -522,7 +522,7 @@ impl<W: Write> Writer<W> {
         match job {
             Job::Begin(begin) => {
                 if begin.full {
-                    self.encoder.begin_full();
+                    self.encoder.begin_anew();
                 }
                 let bytes = seal(&mut self.buffer, Kind::CheckpointBegin, &begin);
                 (self.frames, self.hash) = (0, chain(0, checksum_of(bytes)));
@@ -545,7 +545,12 @@ impl<W: Write> Writer<W> {
                 seal(&mut self.buffer, Kind::CheckpointEnd, &end);
                 self.write()
             }
-            Job::Small(kind, bytes) => self.send_small(kind, &bytes),
+            Job::Small(kind, bytes) => {
+                if kind == Kind::Abort {
+                    self.encoder.begin_anew();
+                }
+                self.send_small(kind, &bytes)
+            }
             Job::Close => self.stream.flush(),
         }
     }

@@ -146,6 +146,45 @@ fn runs_of_a_checkpoint_keep_the_order_they_were_sent_in() {
     assert_eq!(seen, expected);
 }
 
+/// Bytes of pages in each committed checkpoint of a stream.
+fn page_bytes(stream: &[u8]) -> Vec<u64> {
+    let mut receiver = Receiver::new(stream, StagingLimits::default());
+    let mut bytes = Vec::new();
+    while let Ok(next) = receiver.next() {
+        if let Incoming::Checkpoint(checkpoint) = next {
+            bytes.push(checkpoint.page_bytes());
+        }
+    }
+    bytes
+}
+
+#[test]
+fn a_page_is_sent_whole_where_the_spare_may_not_have_it() {
+    let mut page = vec![1; PAGE];
+    let mut next = |sender: &hotspare_replica::Sender| {
+        page[7] += 1;
+        sender.pages(batch(0x1000, page.clone())).unwrap();
+    };
+    let run = Arc::new(vec![PageRun { first: 0x1000, pages: 1 }]);
+    let stream = bytes_of(Compression::Off, |sender| {
+        for epoch in 1..=6 {
+            sender.begin(at(epoch), Term(1), epoch == 1 || epoch == 5).unwrap();
+            if epoch == 4 {
+                sender.discard_runs(PageOwner::Mm(MmId(1)), run.clone()).unwrap();
+            }
+            next(sender);
+            if epoch == 2 {
+                sender.abort(at(epoch)).unwrap();
+            } else {
+                sender.end(at(epoch)).unwrap();
+            }
+        }
+    });
+    let whole = PAGE as u64;
+    // First, after an abort, after a discard, in a full checkpoint, and then one line.
+    assert_eq!(page_bytes(&stream), [whole, whole, whole, whole, 128]);
+}
+
 fn identities(names: &[&str]) -> (tempfile::TempDir, Vec<Security>) {
     let directory = tempfile::tempdir().unwrap();
     let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
