@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use hotspare_image::{NodeId, Term};
 use hotspare_replica::frame::{FrameBuffer, FrameReader, HEADER_BYTES, Kind};
-use hotspare_replica::message::{Hello, HostFacts, HostRole, seal};
+use hotspare_replica::message::{Hello, HostFacts, HostRole, VERSION_MAX, seal};
 use hotspare_torture::lab::{Host, Process};
 use hotspare_torture::protected::{HANG, STREAM_PORT};
 use hotspare_torture::{Lab, protected::Engine};
@@ -227,7 +227,7 @@ fn hello(version: u32) -> Vec<u8> {
 fn a_spare_of_another_version_or_another_kernel_is_refused_in_a_sentence() {
     for (version, told) in [
         (99, &["speaks protocol", "upgrade hotspare on the primary"][..]),
-        (2, &["the hosts run different kernels", "boot the same build on both"]),
+        (VERSION_MAX, &["the hosts run different kernels", "boot the same build on both"]),
     ] {
         let lab = Lab::new(2).unwrap();
         let address = lab.host(1).socket(STREAM_PORT);
