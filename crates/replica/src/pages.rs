@@ -72,7 +72,7 @@ pub(crate) enum RunKind {
 }
 
 impl RunKind {
-    const fn number(self) -> u32 {
+    pub(crate) const fn number(self) -> u32 {
         match self {
             RunKind::Described => RUN_DESCRIBED,
             RunKind::Zero => RUN_ZERO,
@@ -80,7 +80,7 @@ impl RunKind {
         }
     }
 
-    fn from_number(number: u32) -> Option<RunKind> {
+    pub(crate) fn from_number(number: u32) -> Option<RunKind> {
         [RunKind::Described, RunKind::Zero, RunKind::Discard]
             .into_iter()
             .find(|kind| kind.number() == number)

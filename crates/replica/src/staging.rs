@@ -5,7 +5,7 @@ use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use hotspare_image::memory::PageOwner;
+use hotspare_image::memory::{MmId, PageOwner, SharedId};
 use hotspare_image::{Position, SharedBytes, Term};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -20,7 +20,8 @@ pub const STATE_BYTES_MAX: usize = 256 << 20;
 /// How much of a checkpoint stays in memory, and where the rest goes.
 #[derive(Clone, Debug)]
 pub struct StagingLimits {
-    /// Bytes of pages, and again of file changes, kept in memory; beyond it they go to a file.
+    /// Bytes of pages, and again of file changes, kept in memory; beyond it they go to a file. An
+    /// eighth of that more says where the pages belong.
     pub memory_bytes: usize,
     /// Directory of that file, which has no name and is gone when the process is.
     pub directory: PathBuf,
@@ -56,6 +57,11 @@ impl Pile {
     fn push(&mut self, bytes: &[u8]) -> io::Result<()> {
         if self.memory.len() + bytes.len() > self.limits.memory_bytes {
             self.spill()?;
+        }
+        if self.memory.capacity() == 0 {
+            // All of it, of which only what is used takes memory: growing by copies would take
+            // twice as much, and a block as large as this goes back to the kernel when it is freed.
+            self.memory.reserve_exact(self.limits.memory_bytes.max(bytes.len()));
         }
         self.memory.extend_from_slice(bytes);
         self.length += bytes.len() as u64;
@@ -107,6 +113,7 @@ impl Read for PileReader {
     }
 }
 
+/// What was sent of neighbouring pages.
 #[derive(Clone, Copy, Debug)]
 struct StagedRun {
     owner: PageOwner,
@@ -115,13 +122,82 @@ struct StagedRun {
     kind: RunKind,
 }
 
+/// Bytes of a run in the index: owner, kind, identifier, first address, length.
+const RUN_BYTES: usize = 26;
+
+impl StagedRun {
+    fn to_bytes(self) -> [u8; RUN_BYTES] {
+        let (owner, id) = match self.owner {
+            PageOwner::Mm(MmId(id)) => (0, u64::from(id)),
+            PageOwner::Shared(SharedId(id)) => (1, id),
+        };
+        let mut bytes = [0; RUN_BYTES];
+        (bytes[0], bytes[1]) = (owner, self.kind.number() as u8);
+        for (place, word) in bytes[2..].chunks_exact_mut(8).zip([id, self.first, self.bytes]) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
+    fn from_bytes(bytes: [u8; RUN_BYTES]) -> Option<StagedRun> {
+        let word = |at: usize| Some(u64::from_le_bytes(bytes[at..at + 8].try_into().ok()?));
+        let owner = match bytes[0] {
+            0 => PageOwner::Mm(MmId(word(2)? as u32)),
+            _ => PageOwner::Shared(SharedId(word(2)?)),
+        };
+        let kind = RunKind::from_number(bytes[1].into())?;
+        Some(StagedRun { owner, first: word(10)?, bytes: word(18)?, kind })
+    }
+
+    /// Takes `more` in if it follows as if it were one with this.
+    fn joins(&mut self, more: StagedRun) -> bool {
+        let follows = (self.owner, self.kind) == (more.owner, more.kind)
+            && self.first + self.bytes == more.first
+            && self.bytes + more.bytes <= u64::from(u32::MAX) * PAGE as u64;
+        if follows {
+            self.bytes += more.bytes;
+        }
+        follows
+    }
+}
+
+/// Runs in their order. As many as a guest has dirty lines, so they do not stay in memory either.
+#[derive(Debug)]
+struct Index {
+    pile: Pile,
+    /// May still grow.
+    last: Option<StagedRun>,
+}
+
+impl Index {
+    fn new(limits: &StagingLimits) -> Index {
+        let memory_bytes = limits.memory_bytes / 8;
+        let limits = StagingLimits { memory_bytes, directory: limits.directory.clone() };
+        Index { pile: Pile::new(&limits), last: None }
+    }
+
+    fn push(&mut self, run: StagedRun) -> io::Result<()> {
+        if self.last.as_mut().is_some_and(|last| last.joins(run)) {
+            return Ok(());
+        }
+        self.last.replace(run).map_or(Ok(()), |last| self.pile.push(&last.to_bytes()))
+    }
+
+    fn into_reader(mut self) -> io::Result<PileReader> {
+        if let Some(last) = self.last.take() {
+            self.pile.push(&last.to_bytes())?;
+        }
+        self.pile.into_reader()
+    }
+}
+
 /// A checkpoint that has begun and not ended.
 #[derive(Debug)]
 pub(crate) struct Staging {
     begin: CheckpointBegin,
     frames: u64,
     hash: u64,
-    runs: Vec<StagedRun>,
+    runs: Index,
     pages: Pile,
     state: Vec<u8>,
     files: Pile,
@@ -133,7 +209,7 @@ impl Staging {
             begin,
             frames: 0,
             hash: chain(0, checksum),
-            runs: Vec::new(),
+            runs: Index::new(limits),
             pages: Pile::new(limits),
             state: Vec::new(),
             files: Pile::new(limits),
@@ -185,8 +261,8 @@ impl Staging {
         }
         Ok(StagedCheckpoint {
             begin: self.begin,
-            runs: self.runs,
-            next: 0,
+            runs: self.runs.into_reader().map_err(FrameError::Staging)?,
+            run: None,
             given: 0,
             page_bytes: self.pages.length,
             pages: self.pages.into_reader().map_err(FrameError::Staging)?,
@@ -198,7 +274,7 @@ impl Staging {
 }
 
 fn put_pages(
-    runs: &mut Vec<StagedRun>,
+    runs: &mut Index,
     pile: &mut Pile,
     owner: PageOwner,
     address: u64,
@@ -213,16 +289,8 @@ fn put_pages(
             (bytes.len() as u64, RunKind::Described)
         }
     };
-    if let Some(last) = runs.last_mut()
-        && (last.owner, last.kind) == (owner, kind)
-        && last.first + last.bytes == address
-        && last.bytes + bytes <= whole(u32::MAX)
-    {
-        last.bytes += bytes;
-    } else {
-        runs.push(StagedRun { owner, first: address, bytes, kind });
-    }
-    Ok(())
+    let run = StagedRun { owner, first: address, bytes, kind };
+    runs.push(run).map_err(FrameError::Staging)
 }
 
 /// A complete, checked checkpoint. Its pages are decoded: applying it needs no more work than
@@ -230,9 +298,9 @@ fn put_pages(
 #[derive(Debug)]
 pub struct StagedCheckpoint {
     begin: CheckpointBegin,
-    runs: Vec<StagedRun>,
-    /// The run to be handed out next, and how many of its bytes have been.
-    next: usize,
+    runs: PileReader,
+    /// The run that is being handed out, and how many of its bytes have been.
+    run: Option<StagedRun>,
     given: u64,
     page_bytes: u64,
     pages: PileReader,
@@ -304,25 +372,37 @@ impl StagedCheckpoint {
     /// The next of what [`StagedCheckpoint::for_each_run`] hands out.
     pub fn next_run(&mut self) -> io::Result<Option<(PageOwner, u64, Staged)>> {
         const PIECE: u64 = 1 << 20;
-        let Some(&run) = self.runs.get(self.next) else { return Ok(None) };
+        let Some(run) = self.run.map_or_else(|| read_run(&mut self.runs), |run| Ok(Some(run)))?
+        else {
+            return Ok(None);
+        };
+        let pages = (run.bytes / PAGE as u64) as u32;
         let whole = match run.kind {
             RunKind::Described => None,
-            RunKind::Zero => Some(Staged::Zero((run.bytes / PAGE as u64) as u32)),
-            RunKind::Discard => Some(Staged::Discard((run.bytes / PAGE as u64) as u32)),
+            RunKind::Zero => Some(Staged::Zero(pages)),
+            RunKind::Discard => Some(Staged::Discard(pages)),
         };
         if let Some(content) = whole {
-            self.next += 1;
             return Ok(Some((run.owner, run.first, content)));
         }
         let begin = self.given;
         let length = (run.bytes - begin).min(PIECE);
-        self.given += length;
-        if self.given == run.bytes {
-            (self.next, self.given) = (self.next + 1, 0);
-        }
+        let done = begin + length == run.bytes;
+        (self.run, self.given) = if done { (None, 0) } else { (Some(run), begin + length) };
         let content = take(&mut self.pages, length as usize)?;
         Ok(Some((run.owner, run.first + begin, Staged::Bytes(content))))
     }
+}
+
+/// The next run of an index.
+fn read_run(index: &mut PileReader) -> io::Result<Option<StagedRun>> {
+    let mut bytes = [0; RUN_BYTES];
+    if index.read(&mut bytes[..1])? == 0 {
+        return Ok(None);
+    }
+    index.read_exact(&mut bytes[1..])?;
+    let run = StagedRun::from_bytes(bytes);
+    run.map(Some).ok_or_else(|| io::Error::other("the index of what was staged is damaged"))
 }
 
 /// What a staged run holds, without a copy where it is in memory. As [`Content`].
