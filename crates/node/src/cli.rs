@@ -315,10 +315,11 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         directory: &arguments.directory,
         network: Network::Service(common.service_bridge.as_deref()),
     };
+    // Before the guest runs: who sees it serve may ask for a switchover.
+    control::serve(&agent)?;
     let (mut maker, init) = launch(&how, &settings)?;
     maker.stop_and_copy = arguments.stop_and_copy;
     think(&agent, events, common.silence, Node::first)?;
-    control::serve(&agent)?;
     if let Some(listener) = listener {
         agent.listen(listener)?;
     }

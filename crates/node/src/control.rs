@@ -24,9 +24,12 @@ const NOT_MOVED: u8 = 1;
 pub fn serve(agent: &Agent) -> anyhow::Result<()> {
     std::fs::create_dir_all(DIRECTORY).with_context(|| format!("make {DIRECTORY}"))?;
     let path = PathBuf::from(format!("{DIRECTORY}/{}.sock", std::process::id()));
-    let _ = std::fs::remove_file(&path);
-    let listener =
-        UnixListener::bind(&path).with_context(|| format!("listen on {}", path.display()))?;
+    // It gets its name when it listens: before, it would look as if left behind.
+    let unnamed = path.with_extension("new");
+    let _ = std::fs::remove_file(&unnamed);
+    let listener = UnixListener::bind(&unnamed)
+        .and_then(|listener| std::fs::rename(&unnamed, &path).map(|()| listener))
+        .with_context(|| format!("listen on {}", path.display()))?;
     let agent = agent.clone();
     std::thread::Builder::new().name("control".into()).spawn(move || {
         for stream in listener.incoming().flatten() {
@@ -91,10 +94,17 @@ fn ask_all(request: &str) -> anyhow::Result<Vec<(PathBuf, Value)>> {
                 }
             }
             // Left behind by an agent that was killed.
-            Err(_) => drop(std::fs::remove_file(&path)),
+            Err(_) if is_gone(&path) => drop(std::fs::remove_file(&path)),
+            Err(_) => {}
         }
     }
     Ok(answers)
+}
+
+/// Whether the agent that made this socket has ended.
+fn is_gone(socket: &Path) -> bool {
+    let pid = socket.file_stem().unwrap_or_default();
+    !Path::new("/proc").join(pid).exists()
 }
 
 /// The answer of the agent behind `path`, if it lives. One that is silent is told of.
