@@ -87,8 +87,9 @@ pub fn table(arguments: &GuestArguments) -> Result<(u64, u64)> {
     };
     let guests = chosen(&arguments.guests)?;
     let jobs = jobs(&guests, &modes, arguments);
+    let a_round = jobs.len() as u64 / arguments.times.max(1);
     let scores = Mutex::new(BTreeMap::<(String, Mode), Score>::new());
-    side_by_side(arguments.jobs, jobs, |job| work(job, &scores, &conditions));
+    side_by_side(arguments.jobs, jobs, |job| work(job, &scores, &conditions, a_round));
     let scores = scores.into_inner().unwrap_or_default();
     print_table(&guests, &modes, &scores);
     let passed = scores.values().map(|score| score.passed).sum();
@@ -132,7 +133,13 @@ fn jobs(guests: &[Guest], modes: &[Mode], arguments: &GuestArguments) -> Vec<Job
     jobs
 }
 
-fn work(job: Job, scores: &Mutex<BTreeMap<(String, Mode), Score>>, conditions: &Conditions) {
+/// Does one and scores it; says after each `a_round` how many there have been.
+fn work(
+    job: Job,
+    scores: &Mutex<BTreeMap<(String, Mode), Score>>,
+    conditions: &Conditions,
+    a_round: u64,
+) {
     let Job { guest, mode, seed } = job;
     let wrong = match run(&guest, mode, conditions, seed) {
         Ok(None) => None,
@@ -145,6 +152,11 @@ fn work(job: Job, scores: &Mutex<BTreeMap<(String, Mode), Score>>, conditions: &
     if let Ok(mut scores) = scores.lock() {
         let score = scores.entry((guest.name, mode)).or_default();
         *if wrong.is_none() { &mut score.passed } else { &mut score.failed } += 1;
+        let failed: u64 = scores.values().map(|score| score.failed).sum();
+        let done = failed + scores.values().map(|score| score.passed).sum::<u64>();
+        if done.is_multiple_of(a_round) {
+            eprintln!("round {} is over: {done} runs, {failed} failed", done / a_round);
+        }
     }
 }
 

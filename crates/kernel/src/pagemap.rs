@@ -70,6 +70,15 @@ pub enum Scanned {
     NotTracked(u64),
 }
 
+/// A pagemap entry (Documentation/admin-guide/mm/pagemap.rst): swapped, and the kind of swap entry
+/// in the lowest bits.
+const SWAPPED_BIT: u64 = 1 << 62;
+const SWAP_KIND: u64 = 0x1f;
+/// `SWP_PTE_MARKER`, always the last kind (include/linux/swap.h). Told to who has CAP_SYS_ADMIN.
+const MARKER_KIND: u64 = 0x1f;
+/// Entries read at once.
+const ENTRIES: usize = 512;
+
 /// `/proc/PID/pagemap`.
 #[derive(Debug)]
 pub struct Pagemap {
@@ -140,18 +149,7 @@ impl Pagemap {
         }
         Ok(Scanned::Complete)
     }
-}
 
-/// A pagemap entry (Documentation/admin-guide/mm/pagemap.rst): swapped, and the kind of swap entry
-/// in the lowest bits.
-const SWAPPED_BIT: u64 = 1 << 62;
-const SWAP_KIND: u64 = 0x1f;
-/// `SWP_PTE_MARKER`, always the last kind (include/linux/swap.h). Told to who has CAP_SYS_ADMIN.
-const MARKER_KIND: u64 = 0x1f;
-/// Entries read at once.
-const ENTRIES: usize = 512;
-
-impl Pagemap {
     /// Takes out of `regions` what counts as swapped and has no content. Where a page of a private
     /// file mapping is discarded while it is armed, the kernel leaves a marker instead of an empty
     /// entry (`pte_install_uffd_wp_if_needed`, Linux 5.19), and a scan tells it as it tells a page

@@ -88,9 +88,7 @@ impl Model {
         assert_eq!(wanted, 0, "pages held that the guest does not have");
         compared
     }
-}
 
-impl Model {
     /// Pages of files are held only where the guest wrote.
     fn compare_held(&self, mm: MmId, pid: HostPid, start: u64, end: u64) -> usize {
         let memory = ProcMem::open(pid).expect("opens");

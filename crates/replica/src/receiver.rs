@@ -37,8 +37,8 @@ pub enum Incoming {
 /// Reads the primary's stream on a thread of its own.
 ///
 /// Memory is bounded: one frame, 16 MiB of bases, and of the checkpoint under way its state, and
-/// pages and file changes as [`StagingLimits`] says. While the caller is
-/// busy with what [`Receiver::next`] gave it, TCP holds the primary back.
+/// pages and file changes as [`StagingLimits`] says. While the caller is busy with what
+/// [`Receiver::next`] gave it, TCP holds the primary back.
 pub struct Receiver<R> {
     stream: R,
     frames: FrameReader,

@@ -139,7 +139,7 @@ pub fn protected_times(primary: &Process, times: usize) {
         (seen >= times).then_some(())
     };
     let found = primary.stdout().find(HANG, protected);
-    assert!(found.is_some(), "{times} times protected; it said:\n{}", said(primary));
+    assert!(found.is_some(), "{times} times protected; it said:\n{}", primary.said());
 }
 
 /// Waits until everything that has happened by now is committed.
@@ -149,19 +149,14 @@ pub fn settle(primary: &Process) {
         Event::Epoch { stop_ns, .. } => (Instant(stop_ns) > now).then_some(()),
         _ => None,
     };
-    assert!(primary.stdout().find(HANG, committed).is_some(), "commits:\n{}", said(primary));
+    assert!(primary.stdout().find(HANG, committed).is_some(), "commits:\n{}", primary.said());
     assert!(Committed::of(primary).last().is_some());
 }
 
 /// Waits until a program has written `words` to its standard error.
 pub fn says(process: &Process, words: &str) {
     let found = process.stderr().find(HANG, |line| line.text.contains(words).then_some(()));
-    assert!(found.is_some(), "it does not say {words:?}:\n{}", said(process));
-}
-
-/// All that a program has written.
-pub fn said(process: &Process) -> String {
-    process.stdout().text() + &process.stderr().text()
+    assert!(found.is_some(), "it does not say {words:?}:\n{}", process.said());
 }
 
 /// The living descendants of a process with this name.

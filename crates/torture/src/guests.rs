@@ -155,11 +155,14 @@ pub fn run(
     if status == 0 && found == conditions.expected() {
         return Ok(None);
     }
-    let tail = |text: &str| {
-        let lines: Vec<&str> = text.lines().collect();
-        lines[lines.len().saturating_sub(6)..].join("\n")
-    };
-    Ok(Some(format!("exit status {status}; wrote:\n{}\nsaid:\n{}", tail(&found), tail(&said))))
+    Ok(Some(format!("exit status {status}; wrote:\n{}\nsaid:\n{said}", tail(&found))))
+}
+
+/// The last lines.
+fn tail(text: &str) -> String {
+    const LINES: usize = 8;
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(LINES)..].join("\n")
 }
 
 type Ended<'a> = (i32, &'a Host, String);
@@ -179,7 +182,7 @@ fn plainly<'a>(
     unshare.args(["sh", "-c", PLAIN, WORK_DIR]).args(command);
     let process = host.spawn(&mut unshare)?;
     let status = process.wait(conditions.length() + HANG)?.code().unwrap_or(-1);
-    Ok((status, host, process.stderr().text()))
+    Ok((status, host, tail(&process.stderr().text())))
 }
 
 /// What is restored is looked at here, not how soon. Many run at once, on machines that stall.
@@ -213,21 +216,23 @@ fn moved<'a>(
             (Instant::now() + wait).sleep_until();
         }
     }
+    let failed = |what: &str| {
+        let (primary, spare) = (tail(&primary.said()), tail(&spare.said()));
+        format!("{what}\nthe primary said:\n{primary}\nthe spare said:\n{spare}")
+    };
     if primary.try_wait().is_some() {
-        let said = primary.stdout().text() + &primary.stderr().text();
-        return Ok((-1, lab.host(0), format!("it ended before it could be moved:\n{said}")));
+        return Ok((-1, lab.host(0), failed("it ended before it could be moved")));
     }
     if mode == Mode::Switchover {
         let mut switchover = Command::new(binary);
         if let Err(error) = lab.host(0).run(switchover.arg("switchover"), HANG) {
-            let said = primary.stdout().text() + &primary.stderr().text();
-            return Ok((-1, lab.host(0), format!("{error}\nthe primary said:\n{said}")));
+            return Ok((-1, lab.host(0), failed(&error.to_string())));
         }
     } else {
         lab.host(0).kill()?;
     }
     let status = Engine::guest_ended(&spare, conditions.length() + HANG)?;
-    Ok((status, lab.host(1), spare.stderr().text()))
+    Ok((status, lab.host(1), tail(&spare.stderr().text())))
 }
 
 /// Until there were 50, or the guest has ended.

@@ -229,7 +229,7 @@ impl Committed {
 }
 
 fn missing(what: &str, process: &Process) -> LabError {
-    let said = process.stdout().text() + &process.stderr().text();
+    let said = process.said();
     let tail: Vec<&str> = said.lines().rev().take(30).collect();
     let tail: Vec<&str> = tail.into_iter().rev().collect();
     let what = format!("{what}; pid {} said:\n{}", process.pid(), tail.join("\n"));

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use hotspare_torture::chain::{
-    Scene, descendants, protected_times, said, says, settle, signal_redis, takeovers,
+    Scene, descendants, protected_times, says, settle, signal_redis, takeovers,
 };
 use hotspare_torture::lab::{Line, Process};
 use hotspare_torture::programs::{Change, by_name, run_with_change};
@@ -21,7 +21,7 @@ fn heir<'a>(spares: &[&'a Process]) -> &'a Process {
         if let Some(heir) = heirs.first() {
             return heir;
         }
-        let words: Vec<String> = spares.iter().map(|spare| said(spare)).collect();
+        let words: Vec<String> = spares.iter().map(|spare| spare.said()).collect();
         assert!(hotspare_torture::clock::Instant::now() < deadline, "no heir:\n{words:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -32,7 +32,7 @@ fn await_ready(scene: &Scene, primary: &Process, wanted: u64) {
     let deadline = hotspare_torture::clock::Instant::now() + HANG;
     while Engine::status(scene.host(0), &scene.engine.binary, "ready") != Some(wanted) {
         let late = hotspare_torture::clock::Instant::now() > deadline;
-        assert!(!late, "{wanted} spares ready:\n{}", said(primary));
+        assert!(!late, "{wanted} spares ready:\n{}", primary.said());
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -49,7 +49,7 @@ fn two_deaths(scene: &Scene, primary: &Process, spares: [&Process; 2]) {
     let other = spares.into_iter().find(|spare| spare.pid() != one.pid()).unwrap();
     assert_eq!(scene.get("first").as_deref(), Some("1"));
     protected_times(one, 1);
-    assert_eq!(takeovers(other), 0, "both took over:\n{}\n{}", said(one), said(other));
+    assert_eq!(takeovers(other), 0, "both took over:\n{}\n{}", one.said(), other.said());
     scene.set("second", "2");
     settle(one);
     let host = usize::from(one.pid() != spares[0].pid()) + 1;
@@ -101,7 +101,7 @@ fn a_spare_that_joins_leaves_the_other_as_it_is() {
         settle(&primary);
         assert_eq!(descendants(one.pid(), "redis-server"), ghost, "its ghost was built anew");
         let unprotected = |line: &Line| line.text.contains("\"unprotected\"");
-        assert!(!primary.stdout().lines().iter().any(unprotected), "{}", said(&primary));
+        assert!(!primary.stdout().lines().iter().any(unprotected), "{}", primary.said());
 
         // Either of them has everything.
         scene.host(dies).kill().unwrap();
@@ -156,7 +156,7 @@ fn a_switchover_that_comes_to_nothing_leaves_the_guest_where_it_is() {
     protected_times(&primary, 2);
     let moved = scene.hotspare(0, &["switchover"]).expect("moved");
     assert!(moved.contains("the guest stood still for"), "{moved}");
-    assert_eq!(primary.wait(HANG).unwrap().code(), Some(0), "{}", said(&primary));
+    assert_eq!(primary.wait(HANG).unwrap().code(), Some(0), "{}", primary.said());
     assert_eq!(scene.get("kept").as_deref(), Some("yes"));
     assert_eq!(takeovers(&spare), 1);
 }
@@ -217,11 +217,11 @@ fn a_primary_that_was_cut_off_stops_its_guest_when_the_link_heals() {
     }
     Engine::taken_over(&spare).unwrap();
     let told = |line: &Line| line.text.contains("\"unprotected\"").then_some(());
-    assert!(primary.stdout().find(HANG, told).is_some(), "{}", said(&primary));
+    assert!(primary.stdout().find(HANG, told).is_some(), "{}", primary.said());
     assert!(primary.try_wait().is_none(), "both run: the price of having no arbiter");
     assert_eq!(descendants(primary.pid(), "redis-server").len(), 1);
     scene.lab.heal().unwrap();
-    assert_eq!(primary.wait(HANG).unwrap().code(), Some(75), "{}", said(&primary));
+    assert_eq!(primary.wait(HANG).unwrap().code(), Some(75), "{}", primary.said());
     says(&primary, "another host has taken over (term 2)");
     // The kernel takes the killed processes away in its own time.
     let deadline = hotspare_torture::clock::Instant::now() + HANG;
@@ -246,7 +246,7 @@ fn an_end_after_a_takeover_is_told() {
         scene.host(0).kill().unwrap();
         Engine::taken_over(&spare).unwrap();
         signal_redis(&spare, signal);
-        assert_eq!(spare.wait(HANG).unwrap().code(), Some(status), "{}", said(&spare));
+        assert_eq!(spare.wait(HANG).unwrap().code(), Some(status), "{}", spare.said());
         says(&spare, words);
         assert_eq!(Engine::guest_ended(&spare, HANG).unwrap(), status);
     }

@@ -329,19 +329,29 @@ impl Space {
     ) -> ObjectResult<bool> {
         found.regions.clear();
         let scanned = if file {
-            self.pagemap.scan(range.0, range.1, FILE_QUERY, &mut found.regions)?
+            self.scan_file(range, &mut found.regions)?
         } else {
             self.scan_changes(range, found)?
         };
         if let Scanned::NotTracked(_) = scanned {
             return Ok(false);
         }
-        if file {
-            self.pagemap.without_markers(&mut found.regions)?;
-        }
         self.droppable.retain(|known| known.1 <= range.0 || known.0 >= range.1);
         found.take_regions(file, false);
         Ok(true)
+    }
+
+    /// Finds changes in a private mapping of a file, leaving out what it has back from the file.
+    fn scan_file(
+        &mut self,
+        (start, end): (u64, u64),
+        regions: &mut Vec<Region>,
+    ) -> ObjectResult<Scanned> {
+        let scanned = self.pagemap.scan(start, end, FILE_QUERY, regions)?;
+        if scanned == Scanned::Complete {
+            self.pagemap.without_markers(regions)?;
+        }
+        Ok(scanned)
     }
 
     /// Finds changes in anonymous memory. Nearly all of it has not changed, which the kernel tells
@@ -396,12 +406,13 @@ impl Space {
         self.registered(line, registered)?;
         self.discards.push(GuestRange::new(line.start, line.end));
         found.regions.clear();
-        let query = if file { FILE_QUERY } else { ALL_QUERY };
-        match self.pagemap.scan(line.start, line.end, query, &mut found.regions)? {
+        let scanned = if file {
+            self.scan_file((line.start, line.end), &mut found.regions)?
+        } else {
+            self.pagemap.scan(line.start, line.end, ALL_QUERY, &mut found.regions)?
+        };
+        match scanned {
             Scanned::Complete => {
-                if file {
-                    self.pagemap.without_markers(&mut found.regions)?;
-                }
                 found.take_regions(file, true);
                 Ok(())
             }

@@ -138,6 +138,11 @@ impl Process {
         &self.stderr
     }
 
+    /// All that it has written, its standard output first.
+    pub fn said(&self) -> String {
+        self.stdout.text() + &self.stderr.text()
+    }
+
     /// Sends a signal to it alone. One that has ended takes no notice.
     pub fn signal(&self, signal: Signal) -> Result<(), LabError> {
         // It cannot be reaped, and so its pid not be used again, while we hold the lock.
