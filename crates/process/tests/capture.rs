@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use hotspare_image::Checkpoint;
-use hotspare_image::memory::{Backing, MmId, PAGE_BYTES, PageOwner};
+use hotspare_image::memory::{Backing, MmId, PAGE_BYTES, PageOwner, mapping_flags};
 use hotspare_image::tree::ProcessState;
 use hotspare_kernel::HostPid;
 use hotspare_kernel::memory::ProcMem;
@@ -58,6 +58,11 @@ impl Model {
         }
     }
 
+    /// Pages held.
+    fn count(&self, mm: MmId, start: u64, end: u64) -> usize {
+        self.0.range((PageOwner::Mm(mm), start)..(PageOwner::Mm(mm), end)).count()
+    }
+
     fn compare(&self, mm: MmId, pid: HostPid, start: u64, end: u64) -> usize {
         let mut pagemap = Pagemap::open(pid).expect("opens");
         let mut regions = Vec::new();
@@ -68,7 +73,7 @@ impl Model {
         let memory = ProcMem::open(pid).expect("opens");
         let mut page = vec![0u8; PAGE_BYTES as usize];
         let mut compared = 0;
-        let mut wanted = self.0.range((PageOwner::Mm(mm), start)..(PageOwner::Mm(mm), end)).count();
+        let mut wanted = self.count(mm, start, end);
         for region in regions {
             for at in (region.start..region.end).step_by(PAGE_BYTES as usize) {
                 memory.read_exact(at, &mut page).expect("reads");
@@ -164,6 +169,11 @@ fn compare_all(model: &Model, guest: &Guest, captured: &Checkpoint) -> usize {
         for mapping in &space.mappings {
             let (start, end) = (mapping.range.start.0, mapping.range.end.0);
             compared += match mapping.backing {
+                // Does not travel, and has to be empty where it arrives.
+                Backing::Anonymous if mapping.flags & mapping_flags::DROPPABLE != 0 => {
+                    assert_eq!(model.count(space.id, start, end), 0, "held at {start:#x}");
+                    0
+                }
                 Backing::Anonymous => model.compare(space.id, pid, start, end),
                 Backing::PrivateFile { .. } => model.compare_held(space.id, pid, start, end),
                 _ => 0,
@@ -289,25 +299,47 @@ fn what_goes_with_its_page_table_is_not_kept() {
     end(guest);
 }
 
-/// Waits until a page is tracked, moves an untouched mapping next to it, which ends the tracking of
-/// both, and writes to the page forever.
-const JOIN: &str = r#"
-import ctypes
+/// What the programs below share: calls, and how to see that a scan has found a page.
+const MAPPER: &str = r#"
+import ctypes, os, time
 libc = ctypes.CDLL(None)
 for call in (libc.mmap, libc.mremap):
     call.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.mremap.argtypes = [ctypes.c_void_p] + [ctypes.c_size_t] * 2 + [ctypes.c_int, ctypes.c_void_p]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 P = 4096
+pages = open("/proc/self/pagemap", "rb", 0)
+def await_tracked(at):
+    tracked = False
+    while not tracked:
+        pages.seek(at // P * 8)
+        tracked = int.from_bytes(pages.read(8), "little") >> 57 & 1
+def await_copied(at):
+    for byte in b"123":
+        ctypes.memset(at, byte, 1)
+        await_tracked(at)
+def rest():
+    while True:
+        time.sleep(1)
+"#;
+
+/// Runs such a program under checkpoints and compares its memory with what they say.
+fn compare_mapper(program: &str) {
+    let mut guest = begin(&format!("exec /usr/bin/python3 -c '{MAPPER}{program}'"));
+    let compared = compare_checkpoints(&mut guest, 60);
+    assert!(compared > 0 && guest.is_alive(), "{compared} pages compared");
+    end(guest);
+}
+
+/// Waits until a page is tracked, moves an untouched mapping next to it, which ends the tracking of
+/// both, and writes to the page forever.
+const JOIN: &str = r#"
 a = libc.mmap(None, 16 * P, 3, 0x22, -1, 0)
 libc.munmap(a + 4 * P, 8 * P)
 ctypes.memset(a, 1, 4 * P)
-pages = open("/proc/self/pagemap", "rb", 0)
-tracked = False
-while not tracked:
-    pages.seek(a // P * 8)
-    tracked = int.from_bytes(pages.read(8), "little") >> 57 & 1
+await_tracked(a)
 assert libc.mremap(a + 12 * P, 4 * P, 4 * P, 3, a + 4 * P) == a + 4 * P
 n = 0
 while True:
@@ -317,41 +349,38 @@ while True:
 
 #[test]
 fn a_mapping_that_loses_its_tracking_by_a_move_next_to_it_loses_no_write() {
-    let mut guest = begin(&format!("exec /usr/bin/python3 -c '{JOIN}'"));
-    let compared = compare_checkpoints(&mut guest, 60);
-    assert!(compared > 0 && guest.is_alive(), "{compared} pages compared");
-    end(guest);
+    compare_mapper(JOIN);
 }
 
 /// Writes to a private mapping of a file, waits until that is tracked and has been copied, and
 /// gives pages back, of which it reads some again.
 const GIVE_BACK: &str = r#"
-import ctypes, os, time
-libc = ctypes.CDLL(None)
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-P = 4096
 a = libc.mmap(None, 16 * P, 3, 2, os.open("/proc/self/exe", os.O_RDONLY), 0)
 ctypes.memset(a, 1, 16 * P)
-pages = open("/proc/self/pagemap", "rb", 0)
-tracked = False
-while not tracked:
-    pages.seek(a // P * 8)
-    tracked = int.from_bytes(pages.read(8), "little") >> 57 & 1
-time.sleep(0.3)
+await_copied(a)
 libc.madvise(a, 12 * P, 4)
 ctypes.string_at(a, 4 * P)
-while True:
-    time.sleep(1)
+rest()
 "#;
 
 #[test]
 fn a_page_of_a_file_that_is_given_back_shows_the_file_again() {
-    let mut guest = begin(&format!("exec /usr/bin/python3 -c '{GIVE_BACK}'"));
-    let compared = compare_checkpoints(&mut guest, 60);
-    assert!(compared > 0 && guest.is_alive(), "{compared} pages compared");
-    end(guest);
+    compare_mapper(GIVE_BACK);
+}
+
+/// Maps droppable memory where ordinary memory was that has been copied.
+const DROP: &str = r#"
+a = libc.mmap(None, 16 * P, 3, 0x22, -1, 0)
+ctypes.memset(a, 1, 16 * P)
+await_copied(a)
+assert libc.mmap(a, 16 * P, 3, 0x38, -1, 0) == a, "MAP_DROPPABLE needs Linux 6.11"
+ctypes.memset(a, 2, 4 * P)
+rest()
+"#;
+
+#[test]
+fn nothing_is_kept_of_what_stood_where_memory_is_droppable_now() {
+    compare_mapper(DROP);
 }
 
 /// Tries until no passing state is in the way.

@@ -282,8 +282,11 @@ impl Space {
             self.in_files = self.in_files.with(&in_files);
             return Ok(());
         }
+        // What stood where memory is droppable now is gone as well.
         let mapped = lines.iter().filter(|line| tracked(line) == ANONYMOUS);
-        self.anonymous.unmapped(mapped.map(|line| (line.start, line.end)).collect());
+        let mapped = mapped.map(|line| (line.start, line.end));
+        let mapped = mapped.filter(|range| !self.droppable.contains(range)).collect();
+        self.anonymous.unmapped(mapped);
         // What stood where a mapping was just found to be new is discarded as a whole already.
         let gone = self.in_files.without(&in_files).without(fresh);
         let gone = gone.with(&std::mem::take(&mut self.anonymous.gone));
