@@ -123,6 +123,7 @@ impl Conditions {
         // Some only compute. The agents of the others are not to wait for these.
         vec![
             "nice".to_owned(),
+            "-19".to_owned(),
             "env".to_owned(),
             format!("GUEST_STEPS={}", self.steps),
             format!("GUEST_STEP_MS={}", self.step_ms),

@@ -247,7 +247,7 @@ pub fn wait_for_listener(process: &Process, port: u16, at_most: Duration) -> Res
         if process.try_wait().is_some() || Instant::now() > deadline {
             return Err(missing(&format!("a listener on port {port}"), process));
         }
-        std::thread::sleep(Duration::from_millis(2));
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 
