@@ -402,4 +402,19 @@ pub struct ProcFile {
     /// Offset.
     #[n(1)]
     pub offset: u64,
+    /// Of a listing of mappings (maps, smaps) that has been read in part: where it goes on.
+    #[n(2)]
+    pub listing: Option<ListingPosition>,
+}
+
+/// A place in a listing of mappings, whose lines may have other lengths where it is restored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+#[cbor(array)]
+pub struct ListingPosition {
+    /// The first address of the mapping that is told of next; `u64::MAX` at the end.
+    #[n(0)]
+    pub address: u64,
+    /// So many bytes of what is told of it have not been read; 0 if nothing of it has been.
+    #[n(1)]
+    pub left: u64,
 }

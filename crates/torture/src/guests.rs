@@ -109,7 +109,7 @@ impl Conditions {
 
     /// For 50 checkpoints a guest has to live longer, where much else runs.
     fn of(&self, mode: Mode) -> Self {
-        let times = if mode == Mode::Increments { 2 } else { 1 };
+        let times = if mode == Mode::Increments { 3 } else { 1 };
         Self { step_ms: self.step_ms * times, ..self.clone() }
     }
 

@@ -422,7 +422,10 @@ impl<'a> Session<'a> {
             Class::SignalFd => Object::SignalFd(signalfd::capture(detail)?),
             Class::PidFd => Object::PidFd(pidfd::capture(detail)?),
             Class::Device(device) => Object::Device(device::capture(device)),
-            Class::Proc => Object::Proc(proc_file::capture(known, position)?),
+            Class::Proc => {
+                let duplicate = || self.owned_duplicate(index);
+                Object::Proc(proc_file::capture(known, position, duplicate)?)
+            }
             Class::Terminal
             | Class::Regular
             | Class::Pipe
