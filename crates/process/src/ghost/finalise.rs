@@ -137,9 +137,7 @@ impl Ghost {
         body.lock_future(layout)?;
         // Another user's limits could not be set without CAP_SYS_RESOURCE.
         body.set_limits(live)?;
-        for thread in &live.threads {
-            body.dress_thread(body.thread(thread.tid)?, thread)?;
-        }
+        body.dress_fully(&live.threads)?;
         body.set_dumpable(layout)
     }
 

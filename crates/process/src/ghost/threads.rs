@@ -1,6 +1,8 @@
 //! What belongs to a thread: name, stacks, lists, scheduling, credentials, filters, registers.
 
-use hotspare_image::tree::{Credentials, GuestPid, LiveProcess, Restart, Scheduling, Thread};
+use hotspare_image::tree::{
+    Credentials, GuestPid, LiveProcess, Restart, Scheduling, SeccompFilter, Thread,
+};
 use hotspare_kernel::ptrace::{self, HostPid, Registers, Stop, Waited, Whose, reg};
 use hotspare_kernel::remote::{self, Stub};
 use hotspare_kernel::{spawn, thread_info};
@@ -24,11 +26,29 @@ const LAST_CAPABILITY: u64 = 40;
 
 /// The error with which a system call asks to be restarted through its restart block.
 const RESTART_BLOCK: i64 = -516;
+const SECCOMP_FILTER_FLAG_TSYNC: u64 = 1;
 
 impl Body {
-    /// What of a thread needs privilege to set, or takes it away: filters, credentials.
-    pub(super) fn dress_thread(&self, host: HostPid, thread: &Thread) -> GhostResult<()> {
-        self.install_filters(host, thread)?;
+    /// What of threads needs privilege to set, or takes it away: filters, credentials.
+    pub(super) fn dress_fully(&self, threads: &[Thread]) -> GhostResult<()> {
+        let shared = shared_filters(threads);
+        if let Some(first) = threads.first().filter(|_| shared > 0) {
+            // One and the same for all, not only alike: a thread can put another on all of them
+            // only if theirs are ancestors of its own (seccomp(2), SECCOMP_FILTER_FLAG_TSYNC).
+            for thread in threads {
+                ptrace::suspend_seccomp(self.thread(thread.tid)?, true)?;
+            }
+            let filters = &first.seccomp.filters[..shared];
+            self.install(self.thread(first.tid)?, filters, SECCOMP_FILTER_FLAG_TSYNC)?;
+        }
+        for thread in threads {
+            self.dress_thread(self.thread(thread.tid)?, thread, shared)?;
+        }
+        Ok(())
+    }
+
+    fn dress_thread(&self, host: HostPid, thread: &Thread, shared: usize) -> GhostResult<()> {
+        self.install_filters(host, thread, shared)?;
         let mut batch = self.hands.batch(host);
         let (own, wanted) = (&self.credentials, &thread.credentials);
         let same = Credentials { no_new_privs: own.no_new_privs, ..wanted.clone() } == *own;
@@ -43,7 +63,8 @@ impl Body {
         Ok(())
     }
 
-    fn install_filters(&self, host: HostPid, thread: &Thread) -> GhostResult<()> {
+    /// All filters of a thread but the `shared` oldest, which it has already.
+    fn install_filters(&self, host: HostPid, thread: &Thread, shared: usize) -> GhostResult<()> {
         let seccomp = &thread.seccomp;
         if thread.credentials.no_new_privs {
             let arguments = [PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0];
@@ -54,7 +75,16 @@ impl Body {
         }
         // Our own calls go on to pass; Body::resume_as switches the filters on.
         ptrace::suspend_seccomp(host, true)?;
-        for filter in &seccomp.filters {
+        self.install(host, &seccomp.filters[shared..], 0)?;
+        if seccomp.mode == 1 {
+            let arguments = [PR_SET_SECCOMP, 1, 0, 0, 0];
+            self.hands.batch(host).ask("set strict seccomp", libc::SYS_prctl, &arguments)?;
+        }
+        Ok(())
+    }
+
+    fn install(&self, host: HostPid, filters: &[SeccompFilter], more: u64) -> GhostResult<()> {
+        for filter in filters {
             let limit = 4096 * 8;
             if filter.program.len() > limit || !filter.program.len().is_multiple_of(8) {
                 return Err(GhostError::Image("length of a seccomp filter".into()));
@@ -65,11 +95,8 @@ impl Body {
             let mut batch = self.hands.batch(host);
             let count = filter.program.len() as u64 / 8;
             let program = batch.words(&[count, stub.scratch(2)]);
-            batch.ask("install seccomp filter", libc::SYS_seccomp, &[1, filter.flags, program])?;
-        }
-        if seccomp.mode == 1 {
-            let arguments = [PR_SET_SECCOMP, 1, 0, 0, 0];
-            self.hands.batch(host).ask("set strict seccomp", libc::SYS_prctl, &arguments)?;
+            let flags = filter.flags | more;
+            batch.ask("install seccomp filter", libc::SYS_seccomp, &[1, flags, program])?;
         }
         Ok(())
     }
@@ -279,6 +306,16 @@ fn schedule(host: HostPid, wanted: &Scheduling) -> GhostResult<()> {
         Err(error) if error.errno() == Some(libc::EINVAL) => Ok(()),
         other => Ok(other?),
     }
+}
+
+/// How many filters all of several threads have alike, the oldest first.
+fn shared_filters(threads: &[Thread]) -> usize {
+    let [first, others @ ..] = threads else { return 0 };
+    let alike = |thread: &Thread| {
+        let pairs = first.seccomp.filters.iter().zip(&thread.seccomp.filters);
+        pairs.take_while(|(one, other)| one == other).count()
+    };
+    others.iter().map(alike).min().unwrap_or(0)
 }
 
 /// Credentials in the one order that works: identities while we may still change them, sets,
