@@ -31,6 +31,8 @@ pub mod reg {
     pub const R13: usize = 2;
     /// Callee-saved r12.
     pub const R12: usize = 3;
+    /// Takes the flags at a system call.
+    pub const R11: usize = 6;
     /// Argument 4 of a system call.
     pub const R10: usize = 7;
     /// Argument 6 of a system call.
@@ -39,6 +41,8 @@ pub mod reg {
     pub const R8: usize = 9;
     /// Result.
     pub const RAX: usize = 10;
+    /// Takes the instruction pointer at a system call.
+    pub const RCX: usize = 11;
     /// Argument 3 of a system call.
     pub const RDX: usize = 12;
     /// Argument 2 of a system call.

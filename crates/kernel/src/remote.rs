@@ -179,7 +179,13 @@ impl Detour {
 
     /// Puts the thread back.
     pub fn end(self) -> Result<()> {
-        ptrace::set_registers(self.tid, &self.registers)?;
+        let registers = self.registers;
+        self.end_with(&registers)
+    }
+
+    /// Puts the thread back with other registers.
+    pub fn end_with(self, registers: &Registers) -> Result<()> {
+        ptrace::set_registers(self.tid, registers)?;
         ptrace::set_signal_mask(self.tid, self.mask)
     }
 }

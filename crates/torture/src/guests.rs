@@ -120,10 +120,7 @@ impl Conditions {
 
     fn command(&self, guest: &Guest) -> Vec<String> {
         let program = self.build.join(&guest.name);
-        // Some only compute. The agents of the others are not to wait for these.
         vec![
-            "nice".to_owned(),
-            "-19".to_owned(),
             "env".to_owned(),
             format!("GUEST_STEPS={}", self.steps),
             format!("GUEST_STEP_MS={}", self.step_ms),

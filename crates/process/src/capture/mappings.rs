@@ -27,6 +27,8 @@ pub struct ProcessCache {
     pub(crate) exe: Option<HostPath>,
     pub(crate) layout: Layout,
     pub(crate) answers: Option<Answers>,
+    /// Whether the first thread may gain privileges, its seccomp mode and number of filters.
+    pub(crate) confined: Option<(bool, u32, u32)>,
     /// Flags as they were a while ago.
     flags: Vec<Flags>,
     /// Not before then are they read again.
@@ -56,6 +58,7 @@ impl ProcessCache {
             exe: None,
             layout: Layout::default(),
             answers: None,
+            confined: None,
             flags: Vec::new(),
             flags_next: None,
             flags_read: 0,

@@ -5,6 +5,7 @@
 //! it go on. Encoding, compressing and sending are others' work, after the resume.
 
 mod anonymous;
+pub(crate) mod asleep;
 pub mod mappings;
 pub mod objects;
 pub mod processes;
@@ -14,6 +15,7 @@ pub mod shared;
 pub mod space;
 pub mod threads;
 mod tree;
+mod wave;
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::PoisonError;

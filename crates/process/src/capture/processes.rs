@@ -146,6 +146,12 @@ impl Answers {
         Ok(all)
     }
 
+    /// Whether they would be the same if the process was asked again that has executed nothing since.
+    pub fn last(&self) -> bool {
+        let armed = |timer: &IntervalTimer| timer.value_us > 0;
+        self.posix_timers.is_empty() && !self.interval_timers.iter().any(armed)
+    }
+
     /// Fills in what they say about the process and its memory.
     pub fn describe(self, process: &mut LiveProcess, layout: &mut Layout) {
         process.signal_actions = self.signal_actions;

@@ -12,6 +12,7 @@ use hotspare_kernel::remote::{Call, Detour, Stub};
 use hotspare_kernel::thread_info::{self, Status};
 use hotspare_kernel::{HostPid, memory};
 
+use super::asleep::{self, Asleep};
 use crate::guest::{Held, Thread, restart_of};
 use crate::objects::error::{ObjectError, ObjectResult};
 
@@ -69,6 +70,8 @@ impl Answers {
 pub struct Visit {
     /// None for a thread in a job-control stop, which cannot be led off its road.
     pub(crate) detour: Option<Detour>,
+    /// With what it is put back if it sleeps.
+    asleep: Option<Registers>,
     registers: Registers,
     signal_mask: u64,
     extended: Vec<u8>,
@@ -77,23 +80,30 @@ pub struct Visit {
 
 impl Visit {
     /// Reads the registers of a stopped thread and takes it off its road.
-    pub fn begin(tid: HostPid, job_stopped: bool) -> ObjectResult<Self> {
+    pub fn begin(thread: &Thread) -> ObjectResult<Self> {
+        let tid = thread.tid;
         let mut extended = Vec::new();
         ptrace::extended_registers(tid, &mut extended)?;
         let rseq = ptrace::rseq(tid)?;
         leave_critical_section(tid, rseq[0])?;
-        if job_stopped {
+        if let Some(Held::Group(_)) = thread.held {
             let (registers, signal_mask) = (ptrace::registers(tid)?, ptrace::signal_mask(tid)?);
-            return Ok(Self { detour: None, registers, signal_mask, extended, rseq });
+            let (detour, asleep) = (None, None);
+            return Ok(Self { detour, asleep, registers, signal_mask, extended, rseq });
         }
         let detour = Detour::begin(tid)?;
         let (registers, signal_mask) = (*detour.registers(), detour.mask());
-        Ok(Self { detour: Some(detour), registers, signal_mask, extended, rseq })
+        let asleep = asleep::lull(thread, &registers);
+        Ok(Self { detour: Some(detour), asleep, registers, signal_mask, extended, rseq })
     }
 
     /// Puts the thread back on its road.
     pub fn put_back(&mut self) -> ObjectResult<()> {
-        self.detour.take().map_or(Ok(()), |detour| Ok(detour.end()?))
+        let Some(detour) = self.detour.take() else { return Ok(()) };
+        Ok(match &self.asleep {
+            Some(registers) => detour.end_with(registers)?,
+            None => detour.end()?,
+        })
     }
 
     /// Says what the thread is.
@@ -106,10 +116,8 @@ impl Visit {
         let tid = thread.tid;
         let restart =
             note_restart(thread, &self.registers).or_else(|| restart_of(thread, &self.registers));
-        let (policy, priority, nice, reset_on_fork) = thread_info::scheduling(tid)?;
-        let scheduling =
-            Scheduling { policy, priority, nice, affinity: affinity(tid)?, reset_on_fork };
-        Ok(ThreadImage {
+        let (scheduling, io_priority) = scheduling(tid)?;
+        let image = ThreadImage {
             tid: thread.guest_tid,
             registers: self.registers,
             extended: self.extended,
@@ -125,10 +133,20 @@ impl Visit {
             seccomp: seccomp(tid, status)?,
             parent_death_signal: answers.parent_death_signal,
             timer_slack_ns: answers.timer_slack_ns,
-            io_priority: thread_info::io_priority(tid)?,
+            io_priority,
             restart,
-        })
+        };
+        thread.asleep = self.asleep.map(|registers| Asleep::new(registers, &image));
+        Ok(image)
     }
+}
+
+/// How a thread is scheduled, and its I/O priority.
+pub(crate) fn scheduling(tid: HostPid) -> ObjectResult<(Scheduling, i32)> {
+    let (policy, priority, nice, reset_on_fork) = thread_info::scheduling(tid)?;
+    let affinity = affinity(tid)?;
+    let scheduling = Scheduling { policy, priority, nice, affinity, reset_on_fork };
+    Ok((scheduling, thread_info::io_priority(tid)?))
 }
 
 /// Affinity, empty where the thread may run on every processor of the host.
@@ -165,15 +183,23 @@ fn seccomp(tid: HostPid, status: &Status) -> ObjectResult<Seccomp> {
 }
 
 fn pending(thread: &Thread, status: &Status) -> ObjectResult<Vec<QueuedSignal>> {
-    let mut all = Vec::new();
-    if let Some(Held::Signal { info, .. }) = &thread.held {
-        all.push(*info);
-    }
-    if status.pending[0] != 0 {
-        all.extend(ptrace::queued_signals(thread.tid, false)?);
-    }
+    let delivered = match &thread.held {
+        Some(Held::Signal { info, .. }) if !ptrace::is_fault(info) => Some(image_of(info)),
+        _ => None,
+    };
+    let queued = if status.pending[0] == 0 { Vec::new() } else { queued(thread)? };
+    Ok(delivered.into_iter().chain(queued).collect())
+}
+
+fn image_of(info: &[u8; 128]) -> QueuedSignal {
+    QueuedSignal { siginfo: info.to_vec() }
+}
+
+/// Signals that wait for a thread.
+pub(crate) fn queued(thread: &Thread) -> ObjectResult<Vec<QueuedSignal>> {
+    let mut all = ptrace::queued_signals(thread.tid, false)?;
     all.retain(|info| !ptrace::is_fault(info));
-    Ok(all.into_iter().map(|info| QueuedSignal { siginfo: info.to_vec() }).collect())
+    Ok(all.iter().map(image_of).collect())
 }
 
 /// The kernel forgets which call it is that `restart_syscall` goes on with, so it is noted at the

@@ -5,17 +5,16 @@ use std::collections::BTreeMap;
 use hotspare_image::Checkpoint;
 use hotspare_image::memory::MmId;
 use hotspare_image::tree::{
-    ClockReading, GuestPid, Process as ProcessImage, ProcessState, Thread as ThreadImage,
+    ClockReading, GuestPid, LiveProcess, Process as ProcessImage, ProcessState,
+    Thread as ThreadImage,
 };
-use hotspare_kernel::remote::{Call, SLOTS, Stub};
+use hotspare_kernel::remote::SLOTS;
 use hotspare_kernel::thread_info::{self, Status};
 use hotspare_kernel::{HostPid, KernelError};
 use nix::time::{ClockId, clock_gettime};
 
-use super::CheckpointRules;
-use super::processes::{self, Answers as ProcessAnswers, TimerLine};
-use super::threads::{self, Answers, Visit};
-use crate::guest::{Guest, Held};
+use super::{CheckpointRules, asleep, processes};
+use crate::guest::{Guest, Held, Thread};
 use crate::objects::error::{ObjectError, ObjectResult};
 
 /// Our init: parent of what has no other.
@@ -53,6 +52,50 @@ impl Guest {
     }
 
     fn capture_process(&mut self, pid: HostPid) -> ObjectResult<ProcessImage> {
+        let tids = self.leader_first(pid)?;
+        let mut is_asleep =
+            |tid: &HostPid| self.threads.get_mut(tid).is_some_and(Thread::is_asleep);
+        let (asleep, mut awake): (Vec<_>, Vec<_>) = tids.iter().partition(|tid| is_asleep(tid));
+        let questions = self.questions(pid, &awake)?;
+        if let Some(asked) = questions.as_ref().map(|questions| questions.tid)
+            && !awake.contains(&asked)
+        {
+            awake.push(asked);
+        }
+        let mut waves = awake.chunks(SLOTS);
+        let first = waves.next().map(|tids| self.begin_wave(pid, tids, questions.as_ref()));
+        let first = first.transpose()?;
+        // While they answer. Whatever comes of it, they have to be put back.
+        let seen = self.look_from_outside(pid, &asleep);
+        let first = first.map(|wave| self.end_wave(pid, wave, questions.as_ref()));
+        let Outside { status, mut live, exit_signal, mut images } = seen?;
+        if let Some(answered) = first.transpose()? {
+            self.describe_wave(&status, answered, &mut images)?;
+        }
+        let unknown: Vec<_> = asleep.into_iter().filter(|tid| !images.contains_key(tid)).collect();
+        for tids in waves.chain(unknown.chunks(SLOTS)) {
+            let wave = self.begin_wave(pid, tids, questions.as_ref())?;
+            let answered = self.end_wave(pid, wave, questions.as_ref())?;
+            self.describe_wave(&status, answered, &mut images)?;
+        }
+        live.threads = tids.iter().filter_map(|tid| images.remove(tid)).collect();
+        let process = self.processes.get_mut(&pid).ok_or(KernelError::Died(pid))?;
+        if let Some(answers) = process.cache.answers.clone() {
+            answers.describe(&mut live, &mut process.cache.layout);
+        }
+        Ok(ProcessImage {
+            pid: GuestPid(status.inner[0]),
+            parent: self.guest_parent(status.parent),
+            group: GuestPid(status.inner[1]),
+            session: GuestPid(status.inner[2]),
+            state: ProcessState::Alive(Box::new(live)),
+            exit_signal,
+        })
+    }
+
+    /// What can be seen of a process and of its threads that are asleep. Those to which something
+    /// may have been done that is not seen are left out.
+    fn look_from_outside(&mut self, pid: HostPid, asleep: &[HostPid]) -> ObjectResult<Outside> {
         let status = match self.threads.get_mut(&pid) {
             Some(leader) => thread_info::status_of(pid, &mut leader.status)?,
             None => thread_info::status(pid)?,
@@ -68,22 +111,22 @@ impl Guest {
             _ => thread_info::stat(pid)?.get(34).map_or(libc::SIGCHLD, |signal| *signal as i32),
         };
         cache.exit_signal = Some((exit_signal, status.parent));
+        let confined = (status.no_new_privs, status.seccomp, status.seccomp_filters);
+        if cache.confined.replace(confined) != Some(confined) {
+            let threads = self.threads.values_mut().filter(|thread| thread.process == pid);
+            threads.for_each(|thread| thread.asleep = None);
+        }
         live.mm = process.space.as_ref().map_or(MmId(0), |space| space.id);
         live.job_stopped = self.job_stop(pid);
-        live.threads = self.capture_threads(pid, &status)?;
-        if let Some(process) = self.processes.get_mut(&pid)
-            && let Some(answers) = process.cache.answers.clone()
-        {
-            answers.describe(&mut live, &mut process.cache.layout);
+        let mut images = BTreeMap::new();
+        for tid in asleep {
+            if let Some(thread) = self.threads.get_mut(tid)
+                && let Some(image) = asleep::describe(thread)?
+            {
+                images.insert(*tid, image);
+            }
         }
-        Ok(ProcessImage {
-            pid: GuestPid(status.inner[0]),
-            parent: self.guest_parent(status.parent),
-            group: GuestPid(status.inner[1]),
-            session: GuestPid(status.inner[2]),
-            state: ProcessState::Alive(Box::new(live)),
-            exit_signal,
-        })
+        Ok(Outside { status, live, exit_signal, images })
     }
 
     fn job_stop(&self, pid: HostPid) -> Option<i32> {
@@ -99,93 +142,15 @@ impl Guest {
         self.processes.get(&HostPid(host)).map_or(INIT, |process| process.guest_pid)
     }
 
-    /// What to ask a process about itself, and which of its threads: the first that can be
-    /// visited. None if all are stopped by job control: then nothing can have changed since it
-    /// last answered.
-    fn questions(&mut self, pid: HostPid) -> ObjectResult<Option<Questions>> {
-        let visitable = self.visitable_thread(pid);
-        let process = self.processes.get_mut(&pid).ok_or(KernelError::Died(pid))?;
-        let tid = match visitable {
-            Ok(tid) => tid,
-            Err(error) if process.cache.answers.is_none() => return Err(error),
-            Err(_) => return Ok(None),
-        };
-        let timers = processes::posix_timers(pid, &mut process.cache.timers)?;
-        if timers.len() <= TIMERS_TOGETHER {
-            return Ok(Some(Questions { tid, timers }));
-        }
-        if let Some(stub) = &process.stub {
-            process.cache.answers = Some(ask_one(stub, tid, &timers)?);
-        }
-        Ok(None)
-    }
-
-    fn capture_threads(&mut self, pid: HostPid, leader: &Status) -> ObjectResult<Vec<ThreadImage>> {
-        let mut tids: Vec<HostPid> = self.threads_of(pid);
-        // The leader first.
+    fn leader_first(&self, pid: HostPid) -> ObjectResult<Vec<HostPid>> {
+        let threads = self.threads.values().filter(|thread| thread.process == pid);
+        let mut tids: Vec<HostPid> = threads.map(|thread| thread.tid).collect();
         tids.sort_by_key(|tid| (*tid != pid, *tid));
-        if tids.first() != Some(&pid) {
-            let what = format!("process {pid}");
-            return Err(ObjectError::refused(what, "its first thread has ended before the others"));
+        if tids.first() == Some(&pid) {
+            return Ok(tids);
         }
-        let questions = self.questions(pid)?;
-        let mut images = Vec::with_capacity(tids.len());
-        for wave in tids.chunks(SLOTS) {
-            self.capture_wave((pid, leader), wave, questions.as_ref(), &mut images)?;
-        }
-        Ok(images)
-    }
-
-    fn threads_of(&self, pid: HostPid) -> Vec<HostPid> {
-        let threads = self.threads.values();
-        threads.filter(|thread| thread.process == pid).map(|thread| thread.tid).collect()
-    }
-
-    /// Captures up to [`SLOTS`] threads side by side.
-    fn capture_wave(
-        &mut self,
-        (pid, leader): (HostPid, &Status),
-        wave: &[HostPid],
-        questions: Option<&Questions>,
-        images: &mut Vec<ThreadImage>,
-    ) -> ObjectResult<()> {
-        let mut visits = Vec::with_capacity(wave.len());
-        for tid in wave {
-            let stopped = matches!(self.threads[tid].held, Some(Held::Group(_)));
-            match Visit::begin(*tid, stopped) {
-                Ok(visit) => visits.push(visit),
-                Err(error) => {
-                    put_back(&mut visits);
-                    return Err(error);
-                }
-            }
-        }
-        let process = self.processes.get_mut(&pid);
-        let Some((stub, cache)) = process.and_then(|p| Some((p.stub.as_ref()?, &mut p.cache)))
-        else {
-            put_back(&mut visits);
-            return Err(ObjectError::transient(format!("process {pid}"), "it has no stub yet"));
-        };
-        let answers = ask_wave(stub, wave, &visits, questions);
-        put_back(&mut visits);
-        let (answers, of_process) = answers?;
-        cache.answers = of_process.or(cache.answers.take());
-        for ((tid, visit), answers) in wave.iter().zip(visits).zip(answers) {
-            let Some(thread) = self.threads.get_mut(tid) else { continue };
-            let own;
-            let status = if *tid == pid {
-                leader
-            } else {
-                own = thread_info::status_of(*tid, &mut thread.status)?;
-                &own
-            };
-            thread.answers = answers.or(thread.answers);
-            let known = thread.answers.ok_or_else(|| {
-                ObjectError::transient(format!("thread {tid}"), "stopped by job control")
-            })?;
-            images.push(visit.describe(thread, status, &known)?);
-        }
-        Ok(())
+        let what = format!("process {pid}");
+        Err(ObjectError::refused(what, "its first thread has ended before the others"))
     }
 
     /// Ended children that their parents have not waited for.
@@ -211,6 +176,14 @@ impl Guest {
     }
 }
 
+/// See [`Guest::look_from_outside`].
+struct Outside {
+    status: Status,
+    live: LiveProcess,
+    exit_signal: i32,
+    images: BTreeMap<HostPid, ThreadImage>,
+}
+
 fn zombie(status: &Status, wait_status: i32, parent: GuestPid) -> ProcessImage {
     ProcessImage {
         pid: GuestPid(status.inner[0]),
@@ -223,68 +196,6 @@ fn zombie(status: &Status, wait_status: i32, parent: GuestPid) -> ProcessImage {
         },
         exit_signal: libc::SIGCHLD,
     }
-}
-
-fn put_back(visits: &mut [Visit]) {
-    for visit in visits {
-        if let Err(error) = visit.put_back() {
-            tracing::debug!(%error, "thread did not come back from its detour");
-        }
-    }
-}
-
-fn ask_one(stub: &Stub, tid: HostPid, timers: &[TimerLine]) -> ObjectResult<ProcessAnswers> {
-    let mut calls = processes::ask(stub.scratch(0), stub.probe_page(), timers);
-    for batch in calls.chunks_mut(hotspare_kernel::remote::CALLS_MAX) {
-        stub.run(tid, 0, batch)?;
-    }
-    ProcessAnswers::read(&calls, timers, stub, Stub::scratch_offset(0))
-}
-
-/// What a process is asked together with one of its threads.
-struct Questions {
-    tid: HostPid,
-    timers: Vec<TimerLine>,
-}
-
-/// With more POSIX timers a process is asked apart from its thread.
-const TIMERS_TOGETHER: usize = 80;
-
-type WaveAnswers = (Vec<Option<Answers>>, Option<ProcessAnswers>);
-
-/// Lets all visited threads answer at the same time, and one of them for the process.
-fn ask_wave(
-    stub: &Stub,
-    wave: &[HostPid],
-    visits: &[Visit],
-    questions: Option<&Questions>,
-) -> ObjectResult<WaveAnswers> {
-    const BESIDE: usize = threads::SCRATCH as usize;
-    let mut asked: BTreeMap<usize, Vec<Call>> = BTreeMap::new();
-    for (slot, (tid, visit)) in wave.iter().zip(visits).enumerate() {
-        if let Some(detour) = &visit.detour {
-            let mut calls = threads::ask(stub.scratch(slot)).to_vec();
-            if let Some(questions) = questions.filter(|questions| questions.tid == *tid) {
-                let scratch = stub.scratch(slot) + threads::SCRATCH;
-                calls.extend(processes::ask(scratch, stub.probe_page(), &questions.timers));
-            }
-            stub.start(*tid, slot, detour.registers(), &calls)?;
-            asked.insert(slot, calls);
-        }
-    }
-    let mut answers = vec![None; wave.len()];
-    let mut of_process = None;
-    for (slot, mut calls) in asked {
-        stub.finish(wave[slot], slot, &mut calls)?;
-        let (own, rest) = calls.split_at(threads::CALLS);
-        let scratch = Stub::scratch_offset(slot);
-        answers[slot] = Some(Answers::read(own, stub, scratch)?);
-        if let Some(questions) = questions.filter(|_| !rest.is_empty()) {
-            let timers = &questions.timers;
-            of_process = Some(ProcessAnswers::read(rest, timers, stub, scratch + BESIDE)?);
-        }
-    }
-    Ok((answers, of_process))
 }
 
 /// Orders processes so that a parent comes before its children.

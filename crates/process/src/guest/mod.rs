@@ -12,7 +12,7 @@
 
 mod register;
 mod stop;
-mod waits;
+pub(crate) mod waits;
 
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;

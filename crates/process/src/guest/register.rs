@@ -13,6 +13,7 @@ use hotspare_kernel::{HostPid, pidfd};
 
 use super::{Guest, Held};
 use crate::capture::ProcessCache;
+use crate::capture::asleep::Asleep;
 use crate::capture::space::Space;
 use crate::capture::threads::Answers;
 use crate::objects::error::ObjectResult;
@@ -50,12 +51,18 @@ pub struct Thread {
     pub(crate) restart: Option<SeenRestart>,
     /// A wait that a stop had ended and that was made again.
     pub(crate) made_again: Option<super::waits::MadeAgain>,
+    /// Its registers when it was last stopped, as it was put back then.
+    pub(crate) stopped: Registers,
+    /// What it is, if it has been asleep since that was found out.
+    pub(crate) asleep: Option<Asleep>,
     /// It waits for a vfork child and cannot be stopped.
     pub(crate) in_vfork: bool,
     /// What it last said about itself.
     pub(crate) answers: Option<Answers>,
     /// `/proc/TID/status`.
     pub(crate) status: KeptFile,
+    /// `/proc/TID/comm`.
+    pub(crate) name: KeptFile,
 }
 
 /// A restartable system call as first seen.
@@ -115,9 +122,12 @@ impl Guest {
                 held: None,
                 restart: None,
                 made_again: None,
+                stopped: [0; 27],
+                asleep: None,
                 in_vfork: false,
                 answers: None,
                 status: KeptFile::of(tid, "status"),
+                name: KeptFile::of(tid, "comm"),
             },
         );
         Ok(())
@@ -203,6 +213,7 @@ impl Guest {
             thread.restart = None;
             thread.in_vfork = false;
             thread.answers = None;
+            thread.asleep = None;
         }
         Ok(())
     }

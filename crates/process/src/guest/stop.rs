@@ -127,11 +127,6 @@ impl Guest {
             }
         };
         if let Some(thread) = self.threads.get_mut(&tid) {
-            if let Held::Trap = held
-                && let Ok(registers) = ptrace::registers(tid)
-            {
-                crate::capture::threads::note_restart(thread, &registers);
-            }
             thread.held = Some(held);
         }
         match held {

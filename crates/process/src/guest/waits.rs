@@ -23,7 +23,8 @@ use hotspare_image::tree::{ProcessState, Restart};
 use hotspare_kernel::ptrace::{self, Registers, reg};
 use hotspare_kernel::{HostPid, memory, pidfd, socket, thread_info};
 
-use super::{Guest, Thread, gone_is_fine};
+use super::{Guest, Held, Thread, gone_is_fine};
+use crate::capture::threads::note_restart;
 use crate::objects::error::ObjectResult;
 
 /// Carry, auxiliary carry, zero, sign and overflow, without parity: no result is zero and negative
@@ -59,13 +60,14 @@ pub(crate) enum Next {
 }
 
 /// Puts a stopped thread back to before a wait that a stop has ended. One that was put back gets
-/// its answer when its time is over, or when a signal comes that the program acts on.
+/// its answer when its time is over, or when a signal comes that the program acts on. Returns the
+/// registers it has then.
 pub(crate) fn settle(
     thread: &mut Thread,
     process: &OwnedFd,
     registers: &Registers,
     next: Next,
-) -> hotspare_kernel::Result<()> {
+) -> hotspare_kernel::Result<Registers> {
     let tid = thread.tid;
     let again = thread.made_again.take();
     if let Some(again) = again.filter(|again| again.registers == *registers) {
@@ -76,20 +78,20 @@ pub(crate) fn settle(
             again.late
         } else {
             thread.made_again = Some(again);
-            return Ok(());
+            return Ok(*registers);
         };
         let mut ended = *registers;
         ended[reg::RIP] = registers[reg::RIP].wrapping_add(SYSCALL_BYTES);
         return answer_with(tid, ended, answer);
     }
     if registers[reg::RAX] as i64 != i64::from(-libc::EINTR) {
-        return Ok(());
+        return Ok(*registers);
     }
     let Some(limit) = limit(tid, process, registers[reg::ORIG_RAX] as i64, registers)? else {
-        return Ok(());
+        return Ok(*registers);
     };
     if next.ends_wait(tid)? {
-        return Ok(());
+        return Ok(*registers);
     }
     let now = Instant::now();
     let seen = again.filter(|again| {
@@ -105,7 +107,8 @@ pub(crate) fn settle(
         return answer_with(tid, *registers, again.late);
     }
     thread.made_again = Some(again);
-    ptrace::set_registers(tid, &again.registers)
+    ptrace::set_registers(tid, &again.registers)?;
+    Ok(again.registers)
 }
 
 /// What the image says of a thread that was put back.
@@ -126,14 +129,24 @@ fn put_back(registers: &Registers) -> Registers {
     next[reg::RIP] = registers[reg::RIP].wrapping_sub(SYSCALL_BYTES);
     next[reg::RAX] = registers[reg::ORIG_RAX];
     next[reg::ORIG_RAX] = u64::MAX;
-    next[reg::EFLAGS] = registers[reg::EFLAGS] & !MARK_BITS | MARK;
-    next
+    marked(next)
 }
 
-fn answer_with(tid: HostPid, mut registers: Registers, answer: i32) -> hotspare_kernel::Result<()> {
+/// With the mark in the flags.
+pub(crate) fn marked(mut registers: Registers) -> Registers {
+    registers[reg::EFLAGS] = registers[reg::EFLAGS] & !MARK_BITS | MARK;
+    registers
+}
+
+fn answer_with(
+    tid: HostPid,
+    mut registers: Registers,
+    answer: i32,
+) -> hotspare_kernel::Result<Registers> {
     registers[reg::RAX] = i64::from(answer) as u64;
     registers[reg::ORIG_RAX] = u64::MAX;
-    ptrace::set_registers(tid, &registers)
+    ptrace::set_registers(tid, &registers)?;
+    Ok(registers)
 }
 
 /// Whether a call seen after it was ended is the one that was put back.
@@ -229,8 +242,17 @@ impl Guest {
     pub(super) fn settle(&mut self, tid: HostPid, next: Next) -> ObjectResult<()> {
         let Some(thread) = self.threads.get_mut(&tid) else { return Ok(()) };
         let Some(process) = self.processes.get(&thread.process) else { return Ok(()) };
-        let settled = ptrace::registers(tid)
-            .and_then(|registers| settle(thread, &process.pidfd, &registers, next));
+        if let Next::Signal(_) = next {
+            // It may run a handler, which ends as if nothing had been.
+            thread.asleep = None;
+        }
+        let settled = ptrace::registers(tid).and_then(|registers| {
+            if let Some(Held::Trap) = thread.held {
+                note_restart(thread, &registers);
+            }
+            thread.stopped = settle(thread, &process.pidfd, &registers, next)?;
+            Ok(())
+        });
         if let Some(end) = thread.made_again.and_then(|again| again.end) {
             self.kick = Some(self.kick.map_or(end, |kick| kick.min(end)));
         }
