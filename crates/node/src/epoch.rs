@@ -1,5 +1,7 @@
 //! One epoch on the primary: pre-copy, stop, take the rest, send.
 
+mod hold_back;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -19,6 +21,8 @@ use hotspare_process::objects::socket::SocketCapture;
 use hotspare_process::pages::PageRun;
 use hotspare_replica::Sender;
 
+use self::hold_back::HeldBack;
+
 use crate::alike::{Alike, Told};
 use crate::beside::{Beside, Taking};
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY, Outgoing, PIECE_BYTES, Piece};
@@ -26,11 +30,11 @@ use crate::settings::Settings;
 
 /// Pages that may be left for the pause.
 const REST_PAGES: u64 = 512;
-/// More than that and the guest is let go again to pre-copy. Doubled each time, and without limit
-/// after [`TRIES_MAX`], so that a guest that writes faster than we copy gets its checkpoint all the
-/// same, at the price of a longer pause.
+/// More than that and the guest is let go again to pre-copy. Doubled each time, up to
+/// [`TRIES_MAX`].
 const REST_PAGES_MAX: u64 = 2048;
-/// How often a guest is let go again for one checkpoint.
+/// How often a guest is let go again for one checkpoint. Then it is held back, see [`hold_back`].
+/// If not even that helps it gets its checkpoint all the same, at the price of a long pause.
 const TRIES_MAX: u32 = 3;
 /// Each round makes the guest fault once more for each page that it writes again.
 const ROUNDS: u32 = 3;
@@ -88,6 +92,9 @@ struct Open {
     found: u64,
     /// Tries that found too much to copy while the guest stood still.
     tries: u32,
+    /// Pages that the last of them found.
+    left: u64,
+    held_back: HeldBack,
     /// What waits for room.
     outgoing: Outgoing,
     /// The guest has been stopped for it; the rest is only to be sent.
@@ -120,8 +127,9 @@ pub struct Taken {
     pub began: Instant,
     pub captured: Captured,
     pub pages: u64,
-    /// The guest writes faster than it is copied: it was stopped however much was left.
-    pub outrun: bool,
+    /// So long the guest stood still before the pause, in moments, since it writes faster than it
+    /// is copied.
+    pub held_back: Duration,
 }
 
 impl EpochMaker {
@@ -238,8 +246,18 @@ impl EpochMaker {
         let began = Instant::now();
         // What did not help the last time does not help now.
         let tries = self.tries.saturating_sub(1);
-        let (pages, rounds, found, captured) = (0, 0, 0, None);
-        self.open = Some(Open { position, began, pages, rounds, found, tries, outgoing, captured });
+        self.open = Some(Open {
+            position,
+            began,
+            pages: 0,
+            rounds: 0,
+            found: 0,
+            tries,
+            left: u64::MAX,
+            held_back: HeldBack::default(),
+            outgoing,
+            captured: None,
+        });
     }
 
     /// Of a full checkpoint under way: pages that are copied, and all of them as far as is known.
@@ -257,10 +275,7 @@ impl EpochMaker {
     }
 
     fn lacks_room(&self) -> bool {
-        self.spares.values().any(|spare| {
-            let late = spare.unacknowledged() >= UNACKNOWLEDGED_MAX;
-            (late || spare.room_bytes() < ROOM_BYTES) && spare.broken().is_none()
-        })
+        !has_room(&self.spares)
     }
 
     fn each_spare(&self, send: impl Fn(&Sender) -> Result<(), hotspare_replica::Broken>) {
@@ -281,14 +296,20 @@ impl EpochMaker {
             if self.guest.needs_preparation() {
                 self.guest.prepare()?;
             }
-            if !self.stop_and_copy
-                && let Some(obstacle) = self.precopy(until)?
-            {
+            let outrun = |open: &Open| open.tries >= TRIES_MAX && !open.held_back.in_vain();
+            let obstacle = if self.stop_and_copy {
+                None
+            } else if self.open.as_ref().is_some_and(outrun) {
+                // Now already: whatever is done after it lets the guest write again.
+                self.flush_files()?;
+                self.hold_back()?
+            } else {
+                self.precopy(until)?
+            };
+            if let Some(obstacle) = obstacle {
                 return Ok(Attempt::Later(obstacle));
             }
-            for directory in &self.directories {
-                directory.flush().map_err(files_failed)?;
-            }
+            self.flush_files()?;
             if !self.stop_and_take()? {
                 return Ok(Attempt::Later(Obstacle::Work));
             }
@@ -300,13 +321,21 @@ impl EpochMaker {
             return Ok(Attempt::Later(Obstacle::Passing(READING.to_owned())));
         }
         match self.open.take() {
-            Some(Open { position, began, pages, tries, captured: Some(captured), .. }) => {
+            Some(Open {
+                position,
+                began,
+                pages,
+                tries,
+                held_back,
+                captured: Some(captured),
+                ..
+            }) => {
                 self.tries = tries;
-                let outrun = tries >= TRIES_MAX;
+                let held_back = held_back.stood;
                 self.each_spare(|spare| spare.end(position));
                 self.epoch = position.epoch;
                 self.incomplete.clear();
-                Ok(Attempt::Taken(Box::new(Taken { position, began, captured, pages, outrun })))
+                Ok(Attempt::Taken(Box::new(Taken { position, began, captured, pages, held_back })))
             }
             _ => Ok(Attempt::Later(Obstacle::Work)),
         }
@@ -335,12 +364,7 @@ impl EpochMaker {
             }
             let Some(open) = &mut self.open else { return Ok(None) };
             let Some(piece) = open.outgoing.next().map_err(files_failed)? else { return Ok(None) };
-            let copies = matches!(piece, Piece::Copies(_));
-            for (node, spare) in &self.spares {
-                if !copies || self.incomplete.contains(node) {
-                    let _ = piece.send(spare);
-                }
-            }
+            send_to_all(&piece, &self.spares, &self.incomplete);
             self.guest.pump(&[], Duration::ZERO)?;
             if Instant::now() > until {
                 return Ok(Some(Obstacle::Work));
@@ -375,6 +399,11 @@ impl EpochMaker {
         Ok(None)
     }
 
+    fn flush_files(&self) -> ObjectResult<()> {
+        let mut each = self.directories.iter();
+        each.try_for_each(|directory| directory.flush().map_err(files_failed))
+    }
+
     /// Whether to copy before the next stop: what a round or a stop has left, or what a new round
     /// finds.
     fn is_worth_a_round(&mut self) -> ObjectResult<bool> {
@@ -389,7 +418,8 @@ impl EpochMaker {
         let found = self.guest.backlog_pages();
         let before = std::mem::replace(&mut open.found, found);
         open.rounds += 1;
-        Ok(found > REST_PAGES && (before == 0 || found <= before * 2))
+        // One that finds as much as the last leaves as much to the stop as if it had not been.
+        Ok(found > REST_PAGES && (before == 0 || found <= before / 4 * 3))
     }
 
     /// Stops the guest and takes the rest; false if it was too much.
@@ -404,8 +434,11 @@ impl EpochMaker {
             }
         }
         let Some(mut captured) = captured? else {
+            let left = self.guest.backlog_pages();
             if let Some(open) = &mut self.open {
-                open.tries += 1;
+                // Letting it go once more would bring the same again.
+                let helps = left < std::mem::replace(&mut open.left, left);
+                open.tries = if helps { open.tries + 1 } else { TRIES_MAX.max(open.tries + 1) };
             }
             return Ok(false);
         };
@@ -428,7 +461,8 @@ impl EpochMaker {
 
     /// A try, and what it has cut of which directory, even if it failed.
     fn take(&mut self) -> (ObjectResult<Option<Captured>>, Vec<(usize, ChangeSet)>) {
-        let tries = self.open.as_ref().map_or(0, |open| open.tries);
+        let tries = self.open.as_ref().map_or(0, |open| open.tries.min(TRIES_MAX));
+        let in_vain = self.open.as_ref().is_some_and(|open| open.held_back.in_vain());
         let Self { guest, objects, directories, network, hold, .. } = self;
         let mut changes = Vec::new();
         let mut cut = || {
@@ -442,7 +476,7 @@ impl EpochMaker {
         let mut take = Taking { beside: objects, cut_off };
         let all = self.stop_and_copy;
         let mut rules = CheckpointRules { objects: &mut take, copy_all: all };
-        let most = match all || tries >= TRIES_MAX {
+        let most = match all || in_vain {
             true => u64::MAX,
             false => REST_PAGES_MAX << tries,
         };
@@ -450,6 +484,24 @@ impl EpochMaker {
         let captured = guest.checkpoint(most, &mut rules, &mut cut);
         drop(urgent);
         (captured, changes)
+    }
+}
+
+/// Whether all spares that can be reached have room for more.
+fn has_room(spares: &BTreeMap<NodeId, Sender>) -> bool {
+    spares.values().all(|spare| {
+        let late = spare.unacknowledged() >= UNACKNOWLEDGED_MAX;
+        (!late && spare.room_bytes() >= ROOM_BYTES) || spare.broken().is_some()
+    })
+}
+
+/// Sends a piece to whom it is for. A broken stream is reported by the reader of its answers.
+fn send_to_all(piece: &Piece, spares: &BTreeMap<NodeId, Sender>, incomplete: &BTreeSet<NodeId>) {
+    let copies = matches!(piece, Piece::Copies(_));
+    for (node, spare) in spares {
+        if !copies || incomplete.contains(node) {
+            let _ = piece.send(spare);
+        }
     }
 }
 

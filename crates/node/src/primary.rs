@@ -164,12 +164,13 @@ impl Primary {
             face.spares = self.maker.spares.len();
         }
         tracing::debug!(parts = ?taken.captured.parts, "pause");
-        if taken.outrun && !self.told_outrun {
+        if !taken.held_back.is_zero() && !self.told_outrun {
             self.told_outrun = true;
             self.agent.reporter.note(&format!(
-                "the guest writes faster than its memory can be copied beside it: it stood still \
-                 for {:.0} ms for this checkpoint, and will for others; a longer --epoch makes \
-                 that rarer",
+                "the guest writes faster than its memory can be copied beside it: it was held \
+                 back by {:.0} ms, a few at a time, and stood still for {:.0} ms at once, for this \
+                 checkpoint, and will for others; a longer --epoch makes that rarer",
+                taken.held_back.as_secs_f64() * 1000.0,
                 taken.captured.parts.total.as_secs_f64() * 1000.0
             ));
         }

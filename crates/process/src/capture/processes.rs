@@ -146,7 +146,7 @@ impl Answers {
         Ok(all)
     }
 
-    /// Whether they would be the same if the process was asked again that has executed nothing since.
+    /// Whether the process would answer the same if it has executed nothing since.
     pub fn last(&self) -> bool {
         let armed = |timer: &IntervalTimer| timer.value_us > 0;
         self.posix_timers.is_empty() && !self.interval_timers.iter().any(armed)
@@ -230,20 +230,22 @@ fn notify(reader: HostPid, value: &str, timer: &mut TimerLine) {
     timer.thread = GuestPid(inner);
 }
 
-/// What is read of a process from outside.
+/// Signals that wait for a process, all of whose threads stand still.
+pub fn pending(pid: HostPid, status: &Status) -> ObjectResult<Vec<QueuedSignal>> {
+    if status.pending[1] == 0 {
+        return Ok(Vec::new());
+    }
+    let queued = ptrace::queued_signals(pid, true)?;
+    Ok(queued.into_iter().map(|info| QueuedSignal { siginfo: info.to_vec() }).collect())
+}
+
+/// What is read of a process from outside, also while its threads run calls of ours.
 pub fn outside(
     pid: HostPid,
     status: &Status,
     oom_score: &mut KeptFile,
 ) -> ObjectResult<LiveProcess> {
-    let pending = if status.pending[1] == 0 {
-        Vec::new()
-    } else {
-        let queued = ptrace::queued_signals(pid, true)?;
-        queued.into_iter().map(|info| QueuedSignal { siginfo: info.to_vec() }).collect()
-    };
     Ok(LiveProcess {
-        pending,
         limits: thread_info::limits(pid)?,
         umask: status.umask,
         cwd: link(pid, "cwd")?,

@@ -100,10 +100,8 @@ impl Visit {
     /// Puts the thread back on its road.
     pub fn put_back(&mut self) -> ObjectResult<()> {
         let Some(detour) = self.detour.take() else { return Ok(()) };
-        Ok(match &self.asleep {
-            Some(registers) => detour.end_with(registers)?,
-            None => detour.end()?,
-        })
+        let registers = self.asleep.unwrap_or(self.registers);
+        Ok(detour.end_with(&registers)?)
     }
 
     /// Says what the thread is.

@@ -78,6 +78,7 @@ impl Guest {
             let answered = self.end_wave(pid, wave, questions.as_ref())?;
             self.describe_wave(&status, answered, &mut images)?;
         }
+        live.pending = processes::pending(pid, &status)?;
         live.threads = tids.iter().filter_map(|tid| images.remove(tid)).collect();
         let process = self.processes.get_mut(&pid).ok_or(KernelError::Died(pid))?;
         if let Some(answers) = process.cache.answers.clone() {

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use hotspare_kernel::HostPid;
 use hotspare_kernel::ptrace::{self, Stop, Waited, Whose};
+use hotspare_kernel::{HostPid, thread_info};
 
 use super::register::Thread;
 use super::waits::Next;
@@ -28,6 +28,9 @@ pub enum Held {
 
 /// Longest wait for a thread that does not stop (it sleeps where only SIGKILL reaches).
 const STOP_LIMIT: Duration = Duration::from_millis(20);
+/// Longest wait for one that could stop if it had a processor. On a crowded host that may be long,
+/// and no sooner at the next attempt.
+const CROWDED_LIMIT: Duration = Duration::from_millis(200);
 /// So often in a row a stop is put off because of a vfork(2) under way, which is mostly short.
 const VFORK_REFUSALS: u32 = 3;
 
@@ -51,10 +54,16 @@ impl Guest {
         for tid in to_stop {
             gone_is_fine(ptrace::interrupt(*tid))?;
         }
-        let deadline = Instant::now() + STOP_LIMIT;
+        let begin = Instant::now();
+        let mut deadline = begin + STOP_LIMIT;
         while self.threads.values().any(|thread| thread.held.is_none()) {
             match ptrace::wait(Whose::Any, false)? {
-                Waited::Nothing if Instant::now() > deadline => return Err(self.stubborn()),
+                Waited::Nothing if Instant::now() > deadline => {
+                    if begin.elapsed() > CROWDED_LIMIT || !self.want_processors() {
+                        return Err(self.stubborn());
+                    }
+                    deadline += STOP_LIMIT;
+                }
                 Waited::Nothing => drop(self.news.wait(&[], Duration::from_millis(1))?),
                 Waited::NoChildren => return Ok(()),
                 Waited::Ended(tid, status) => self.note_end(tid, status),
@@ -84,15 +93,21 @@ impl Guest {
         process.is_some_and(|process| process.keeps_parent)
     }
 
+    /// Whether the threads that have not stopped yet only wait for processors.
+    fn want_processors(&self) -> bool {
+        let mut late = self.threads.values().filter(|thread| thread.held.is_none());
+        late.all(|thread| {
+            !thread.in_vfork
+                && thread_info::status(thread.tid).is_ok_and(|status| status.state == b'R')
+        })
+    }
+
     fn stubborn(&self) -> ObjectError {
         let thread = self.threads.values().find(|thread| thread.held.is_none());
         let tid = thread.map_or(0, |thread| thread.guest_tid.0);
         let in_vfork = thread.is_some_and(|thread| thread.in_vfork);
         let state = if in_vfork { ", waiting for the child of a vfork" } else { "" };
-        ObjectError::transient(
-            format!("thread {tid}"),
-            format!("did not stop within {} ms{state}", STOP_LIMIT.as_millis()),
-        )
+        ObjectError::transient(format!("thread {tid}"), format!("did not stop in time{state}"))
     }
 
     /// Keeps a thread that stopped; one that stopped inside fork, vfork or execve is asked again,
