@@ -55,10 +55,7 @@ pub fn status(tid: HostPid) -> Result<Status> {
 /// The same, of a file that is kept.
 pub fn status_of(tid: HostPid, file: &mut KeptFile) -> Result<Status> {
     let mut text = Vec::new();
-    file.read("read thread status", &mut text).map_err(|error| match error.errno() {
-        Some(libc::ENOENT | libc::ESRCH) => KernelError::Died(tid),
-        _ => error,
-    })?;
+    file.read("read thread status", &mut text).map_err(died(tid))?;
     let mut status = Status::default();
     for line in text.split(|&byte| byte == b'\n') {
         let Some(colon) = line.iter().position(|&byte| byte == b':') else { continue };
@@ -71,6 +68,21 @@ pub fn status_of(tid: HostPid, file: &mut KeptFile) -> Result<Status> {
         take_line(&mut status, key, text);
     }
     Ok(status)
+}
+
+fn died(tid: HostPid) -> impl Fn(KernelError) -> KernelError {
+    move |error| match error.errno() {
+        Some(libc::ENOENT | libc::ESRCH) => KernelError::Died(tid),
+        _ => error,
+    }
+}
+
+/// Reads the name of a thread from its `comm` in /proc.
+pub fn name_of(tid: HostPid, file: &mut KeptFile) -> Result<Vec<u8>> {
+    let mut name = Vec::new();
+    file.read("read thread name", &mut name).map_err(died(tid))?;
+    name.truncate(name.len().saturating_sub(1));
+    Ok(name)
 }
 
 fn take_line(status: &mut Status, key: &[u8], text: &str) {

@@ -15,6 +15,7 @@
 
 use hotspare_image::tree::Thread as ThreadImage;
 use hotspare_kernel::ptrace::{Registers, reg};
+use hotspare_kernel::thread_info;
 
 use super::threads::{self, note_restart};
 use crate::guest::{Held, Thread, restart_of, waits};
@@ -74,8 +75,7 @@ pub(super) fn describe(thread: &mut Thread) -> ObjectResult<Option<ThreadImage>>
     image.registers = registers;
     image.restart = note_restart(thread, &registers).or_else(|| restart_of(thread, &registers));
     image.pending = threads::queued(thread)?;
-    thread.name.read("read thread name", &mut image.name)?;
-    image.name.truncate(image.name.len().saturating_sub(1));
+    image.name = thread_info::name_of(thread.tid, &mut thread.name)?;
     (image.scheduling, image.io_priority) = threads::scheduling(thread.tid)?;
     Ok(Some(image))
 }

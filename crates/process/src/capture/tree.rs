@@ -55,12 +55,12 @@ impl Guest {
         let tids = self.leader_first(pid)?;
         let mut is_asleep =
             |tid: &HostPid| self.threads.get_mut(tid).is_some_and(Thread::is_asleep);
-        let (asleep, mut awake): (Vec<_>, Vec<_>) = tids.iter().partition(|tid| is_asleep(tid));
+        let (mut asleep, mut awake): (Vec<_>, Vec<_>) = tids.iter().partition(|tid| is_asleep(tid));
         let questions = self.questions(pid, &awake)?;
         if let Some(asked) = questions.as_ref().map(|questions| questions.tid)
-            && !awake.contains(&asked)
+            && let Some(at) = asleep.iter().position(|tid| *tid == asked)
         {
-            awake.push(asked);
+            awake.push(asleep.remove(at));
         }
         let mut waves = awake.chunks(SLOTS);
         let first = waves.next().map(|tids| self.begin_wave(pid, tids, questions.as_ref()));
