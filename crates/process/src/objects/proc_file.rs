@@ -88,18 +88,18 @@ pub fn restore(
     flags: u32,
     context: &RestoreContext<'_>,
 ) -> ObjectResult<OwnedFd> {
-    let file = context.open(&image.path, flags)?;
+    let mut file = File::from(context.open(&image.path, flags)?);
     let offset = match image.listing {
         None => image.offset,
         Some(position) => {
             let mut text = Vec::new();
-            let read = File::from(file.try_clone().map_err(KernelError::io("duplicate a file"))?)
-                .read_to_end(&mut text);
+            let read = file.read_to_end(&mut text);
             read.map_err(KernelError::io("read process mappings"))?;
             offset_of(&text, position)
         }
     };
-    if offset != 0 {
+    let file = OwnedFd::from(file);
+    if image.offset != 0 {
         seek(&file, offset)?;
     }
     Ok(file)
