@@ -36,6 +36,8 @@ const REST_PAGES_MAX: u64 = 2048;
 /// How often a guest is let go again for one checkpoint. Then it is held back, see [`hold_back`].
 /// If not even that helps it gets its checkpoint all the same, at the price of a long pause.
 const TRIES_MAX: u32 = 3;
+/// So many pages are copied in a pause at most.
+const LEFT_MAX: u64 = REST_PAGES_MAX << TRIES_MAX;
 /// Each round makes the guest fault once more for each page that it writes again.
 const ROUNDS: u32 = 3;
 /// Room that a spare's queue must have before more is copied; more than the largest piece.
@@ -330,7 +332,7 @@ impl EpochMaker {
                 captured: Some(captured),
                 ..
             }) => {
-                self.tries = tries;
+                self.tries = tries.min(TRIES_MAX);
                 let held_back = held_back.stood;
                 self.each_spare(|spare| spare.end(position));
                 self.epoch = position.epoch;
@@ -436,9 +438,9 @@ impl EpochMaker {
         let Some(mut captured) = captured? else {
             let left = self.guest.backlog_pages();
             if let Some(open) = &mut self.open {
-                // Letting it go once more would bring the same again.
-                let helps = left < std::mem::replace(&mut open.left, left);
-                open.tries = if helps { open.tries + 1 } else { TRIES_MAX.max(open.tries + 1) };
+                // Letting it go once more may bring the same again.
+                let hopeless = left >= std::mem::replace(&mut open.left, left) && left > LEFT_MAX;
+                open.tries = if hopeless { TRIES_MAX } else { open.tries + 1 };
             }
             return Ok(false);
         };
