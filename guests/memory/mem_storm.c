@@ -1,6 +1,7 @@
 // Feature: memory that is written faster than it can be copied
 // Proves: a thread that goes over 128 MiB without a pause finds in every page what it wrote there
 // the last time.
+// Unsupported: increments: each of its checkpoints takes long, so its life is too short for fifty
 #include "guest.h"
 
 #define PAGES 32768

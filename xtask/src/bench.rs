@@ -125,8 +125,9 @@ fn pauses(arguments: &PauseArguments) -> Result<()> {
         arguments.epoch_ms, arguments.seconds, arguments.rate
     );
     let text = format!(
-        "{}\n{about}\n\n{}\nParts of the pause under the steady load, µs, p50 / p99 / max:\n\n{}",
+        "{}\n{}\n{}\nParts of the pause under the steady load, µs, p50 / p99 / max:\n\n{}",
         provenance()?,
+        wrapped(&about),
         overview.text,
         parts.text
     );
@@ -233,7 +234,7 @@ fn failovers(arguments: &FailoverArguments) -> Result<()> {
          primary's host is killed. ms, p50 / p99 / max.",
         arguments.rate
     );
-    let text = format!("{}\n{about}\n\n{}", provenance()?, table.text);
+    let text = format!("{}\n{}\n{}", provenance()?, wrapped(&about), table.text);
     finish("failover", &text, arguments.write)
 }
 
@@ -272,16 +273,32 @@ fn provenance() -> Result<String> {
     let model = models.clone().next().and_then(|line| line.split_once(": "));
     let memory = std::fs::read_to_string("/proc/meminfo").context("read memory")?;
     let kib = memory.split_ascii_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok());
-    Ok(format!(
-        "{}, commit {}, {} × {}, {} GiB, Linux {}, all hosts on one machine.\n`cargo xtask {}`\n",
+    let made = format!(
+        "{}, commit {}, {} × {}, {} GiB, Linux {}, all hosts on one machine.",
         said("date", &["-u", "+%F %H:%M UTC"])?,
         said("git", &["-C", &root, "describe", "--always", "--dirty"])?,
         models.count(),
         model.map_or("unknown processor", |(_, name)| name),
         kib.unwrap_or_default().div_ceil(1 << 20),
         said("uname", &["-r"])?,
-        std::env::args().skip(1).collect::<Vec<_>>().join(" ")
-    ))
+    );
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    Ok(format!("{}`cargo xtask {}`\n", wrapped(&made), arguments.join(" ")))
+}
+
+/// Text in lines of at most 100 columns.
+fn wrapped(text: &str) -> String {
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let last =
+            lines.last_mut().filter(|line| line.chars().count() + word.chars().count() < 100);
+        match last {
+            Some(line) if line.is_empty() => line.push_str(word),
+            Some(line) => line.extend([" ", word]),
+            None => lines.push(word.to_owned()),
+        }
+    }
+    lines.join("\n") + "\n"
 }
 
 /// Puts `text` between the marks of `name` in docs/benchmarks.md, if wanted.
@@ -305,6 +322,14 @@ fn between(page: &str, name: &str, text: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_lines_are_broken_between_words() {
+        let text = wrapped(&"a word ".repeat(40));
+        assert!(text.lines().all(|line| line.len() <= 100) && text.lines().count() == 3);
+        assert_eq!(text.split_whitespace().count(), 80);
+        assert_eq!(wrapped("short"), "short\n");
+    }
 
     #[test]
     fn a_table_takes_the_place_of_the_one_before() {
