@@ -184,7 +184,7 @@ fn overview_of(result: &PauseResult, [plain, bare]: [f64; 2]) -> [String; 10] {
     [
         format!("{:.0}", result.guest_mb),
         three(&result.steady, "pause_us"),
-        format!("{:.0}", bytes.p50),
+        if bytes.count == 0 { "none".to_owned() } else { format!("{:.0}", bytes.p50) },
         three(&result.saturated, "pause_us"),
         format!("{plain:.0}"),
         format!("{bare:.0}"),
@@ -195,9 +195,12 @@ fn overview_of(result: &PauseResult, [plain, bare]: [f64; 2]) -> [String; 10] {
     ]
 }
 
+/// Of the checkpoints there were in the time.
 fn three(measured: &Measured, name: &str) -> String {
-    let Spread { p50, p99, max, .. } = measured.epochs.get(name).copied().unwrap_or_default();
-    format!("{p50:.0} / {p99:.0} / {max:.0}")
+    match measured.epochs.get(name) {
+        Some(Spread { p50, p99, max, count: 1.. }) => format!("{p50:.0} / {p99:.0} / {max:.0}"),
+        _ => "none".to_owned(),
+    }
 }
 
 fn failovers(arguments: &FailoverArguments) -> Result<()> {
