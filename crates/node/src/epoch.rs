@@ -22,7 +22,6 @@ use hotspare_process::pages::PageRun;
 use hotspare_replica::Sender;
 
 use self::hold_back::HeldBack;
-
 use crate::alike::{Alike, Told};
 use crate::beside::{Beside, Taking};
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY, Outgoing, PIECE_BYTES, Piece};

@@ -109,8 +109,17 @@ impl Model {
     }
 }
 
-/// Takes `count` checkpoints, comparing the model with the guest inside each pause.
+/// Takes `count` checkpoints and compares the model with the guest.
 fn compare_checkpoints(guest: &mut Guest, count: usize) -> usize {
+    compare_checkpoints_when(guest, count, |_| true)
+}
+
+/// The same with `count` checkpoints from the one on that is `ready`.
+fn compare_checkpoints_when(
+    guest: &mut Guest,
+    count: usize,
+    ready: impl Fn(&Checkpoint) -> bool,
+) -> usize {
     let mut model = Model::default();
     let mut taken = 0;
     while taken < count {
@@ -134,7 +143,7 @@ fn compare_checkpoints(guest: &mut Guest, count: usize) -> usize {
             }
             Err(error) => panic!("{error}"),
         };
-        taken += 1;
+        taken += usize::from(taken > 0 || ready(&captured.checkpoint));
         model.apply(captured, early);
     }
     // A last look with nothing running afterwards. Describing comes first: it lets threads run
@@ -320,15 +329,25 @@ def await_copied(at):
     for byte in b"123":
         ctypes.memset(at, byte, 1)
         await_tracked(at)
+def done():
+    libc.prctl(15, b"done", 0, 0, 0)
 def rest():
+    done()
     while True:
         time.sleep(1)
 "#;
 
-/// Runs such a program under checkpoints and compares its memory with what they say.
+/// Runs such a program under checkpoints until some have been taken after it was done, and compares
+/// its memory with what they say.
 fn compare_mapper(program: &str) {
     let mut guest = begin(&format!("exec /usr/bin/python3 -c '{MAPPER}{program}'"));
-    let compared = compare_checkpoints(&mut guest, 60);
+    let done = |checkpoint: &Checkpoint| {
+        checkpoint.processes.iter().any(|process| match &process.state {
+            ProcessState::Alive(live) => live.threads.iter().any(|thread| thread.name == b"done"),
+            ProcessState::Zombie { .. } => false,
+        })
+    };
+    let compared = compare_checkpoints_when(&mut guest, 20, done);
     assert!(compared > 0 && guest.is_alive(), "{compared} pages compared");
     end(guest);
 }
@@ -341,6 +360,7 @@ libc.munmap(a + 4 * P, 8 * P)
 ctypes.memset(a, 1, 4 * P)
 await_tracked(a)
 assert libc.mremap(a + 12 * P, 4 * P, 4 * P, 3, a + 4 * P) == a + 4 * P
+done()
 n = 0
 while True:
     n += 1

@@ -8,11 +8,10 @@
 
 use std::time::{Duration, Instant};
 
+use hotspare_kernel::realtime::Urgent;
 use hotspare_process::guest::Guest;
 use hotspare_process::objects::error::ObjectResult;
 use hotspare_process::pages::PageRun;
-
-use hotspare_kernel::realtime::Urgent;
 
 use super::{EpochMaker, Obstacle, Open, PAUSE_PRIORITY, files_failed, has_room, send_to_all};
 use crate::outgoing::PIECE_BYTES;
@@ -81,15 +80,17 @@ impl EpochMaker {
             let mut sent = Sent { something: false, all: false };
             while has_room(spares) && !sent.all {
                 match open.outgoing.next().map_err(files_failed)? {
-                    Some(piece) => send_to_all(&piece, spares, incomplete),
+                    Some(piece) => {
+                        send_to_all(&piece, spares, incomplete);
+                        sent.something = true;
+                    }
                     None => sent.all = true,
                 }
-                sent.something = true;
             }
             Ok(sent)
         };
         let urgent = Urgent::begin(PAUSE_PRIORITY);
-        let moment = guest.freeze(|guest| copy_for_a_moment(guest, open, began, send));
+        let moment = guest.freeze(|guest| copy_for_a_moment(guest, open, send));
         drop(urgent);
         open.held_back.stood += began.elapsed();
         match moment?? {
@@ -106,6 +107,7 @@ impl EpochMaker {
 
 /// What became of what waited.
 struct Sent {
+    /// A piece was sent.
     something: bool,
     all: bool,
 }
@@ -113,10 +115,11 @@ struct Sent {
 fn copy_for_a_moment(
     guest: &mut Guest,
     open: &mut Open,
-    began: Instant,
     send: impl Fn(&mut Open) -> ObjectResult<Sent>,
 ) -> ObjectResult<Moment> {
     guest.scan_stopped()?;
+    // However long that has taken, something is copied.
+    let end = Instant::now() + MOMENT;
     let mut sent_something = false;
     loop {
         let sent = send(open)?;
@@ -124,7 +127,7 @@ fn copy_for_a_moment(
         if sent.all && guest.backlog_pages() == 0 {
             return Ok(Moment::CaughtUp);
         }
-        if began.elapsed() > MOMENT {
+        if Instant::now() > end {
             return Ok(if sent_something { Moment::Over } else { Moment::NoRoom });
         }
         if !sent.all {
