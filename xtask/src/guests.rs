@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hotspare_torture::dice::Dice;
-use hotspare_torture::guests::{Conditions, Guest, Mode, read_list, run};
+use hotspare_torture::guests::{Conditions, Guest, Mode, Outcome, read_list, run};
 
 use crate::pool::side_by_side;
 use crate::{call, tree};
@@ -61,6 +61,7 @@ struct Job {
 struct Score {
     passed: u64,
     failed: u64,
+    too_short: u64,
 }
 
 /// Runs the table; its last line is `N passed, N failed`.
@@ -92,6 +93,10 @@ pub fn table(arguments: &GuestArguments) -> Result<(u64, u64)> {
     side_by_side(arguments.jobs, jobs, |job| work(job, &scores, &conditions, a_round));
     let scores = scores.into_inner().unwrap_or_default();
     print_table(&guests, &modes, &scores);
+    let too_short: u64 = scores.values().map(|score| score.too_short).sum();
+    if too_short > 0 {
+        println!("{too_short} lives were over before the guest could be moved: done again, longer");
+    }
     let passed = scores.values().map(|score| score.passed).sum();
     let failed = scores.values().map(|score| score.failed).sum();
     Ok((passed, failed))
@@ -141,17 +146,16 @@ fn work(
     a_round: u64,
 ) {
     let Job { guest, mode, seed } = job;
-    let wrong = match run(&guest, mode, conditions, seed) {
-        Ok(None) => None,
-        Ok(Some(wrong)) => Some(wrong),
-        Err(error) => Some(error.to_string()),
-    };
-    if let Some(wrong) = &wrong {
+    let outcome = run(&guest, mode, conditions, seed);
+    let outcome = outcome
+        .unwrap_or_else(|error| Outcome { wrong: Some(error.to_string()), ..Outcome::default() });
+    if let Some(wrong) = &outcome.wrong {
         println!("FAILED {} {} (seed {seed}): {wrong}\n", guest.name, mode.name());
     }
     if let Ok(mut scores) = scores.lock() {
         let score = scores.entry((guest.name, mode)).or_default();
-        *if wrong.is_none() { &mut score.passed } else { &mut score.failed } += 1;
+        *if outcome.wrong.is_none() { &mut score.passed } else { &mut score.failed } += 1;
+        score.too_short += u64::from(outcome.too_short);
         let failed: u64 = scores.values().map(|score| score.failed).sum();
         let done = failed + scores.values().map(|score| score.passed).sum::<u64>();
         if done.is_multiple_of(a_round) {
@@ -166,7 +170,7 @@ fn print_table(guests: &[Guest], modes: &[Mode], scores: &BTreeMap<(String, Mode
     println!("{:<width$}{header}", "guest");
     for guest in guests {
         let cell = |mode: &Mode| match scores.get(&(guest.name.clone(), *mode)) {
-            Some(Score { passed, failed }) => {
+            Some(Score { passed, failed, .. }) => {
                 format!(" {:>15}", format!("{passed}/{}", passed + failed))
             }
             None => format!(" {:>15}", "-"),

@@ -109,7 +109,10 @@ impl Conditions {
 
     /// For 50 checkpoints a guest has to live longer, where much else runs.
     fn of(&self, mode: Mode) -> Self {
-        let times = if mode == Mode::Increments { 3 } else { 1 };
+        self.longer(if mode == Mode::Increments { 3 } else { 1 })
+    }
+
+    fn longer(&self, times: u32) -> Self {
         Self { step_ms: self.step_ms * times, ..self.clone() }
     }
 
@@ -130,32 +133,77 @@ impl Conditions {
     }
 }
 
-/// Runs one guest once. `Ok(None)` is what we want; `Ok(Some(_))` says what was wrong.
+/// What came of a guest.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// What was wrong, if anything was.
+    pub wrong: Option<String>,
+    /// How often its life was over, and good, before it could be moved. The next one was twice as
+    /// long each time.
+    pub too_short: u32,
+}
+
+/// Runs one guest once, in a life that is long enough for `mode`.
 pub fn run(
     guest: &Guest,
     mode: Mode,
     conditions: &Conditions,
     seed: u64,
-) -> Result<Option<String>, LabError> {
+) -> Result<Outcome, LabError> {
+    const LIVES: u32 = 4;
+    let conditions = conditions.of(mode);
+    for too_short in 0..LIVES {
+        let life = conditions.longer(1 << too_short);
+        match live(guest, mode, &life, seed)? {
+            Verdict::Right => return Ok(Outcome { wrong: None, too_short }),
+            Verdict::Wrong(wrong) => return Ok(Outcome { wrong: Some(wrong), too_short }),
+            Verdict::TooShort => {}
+        }
+    }
+    let wrong = Some(format!("it ended before it could be moved, in each of {LIVES} lives"));
+    Ok(Outcome { wrong, too_short: LIVES })
+}
+
+/// What is to be said of one life of a guest.
+enum Verdict {
+    Right,
+    Wrong(String),
+    TooShort,
+}
+
+fn live(
+    guest: &Guest,
+    mode: Mode,
+    conditions: &Conditions,
+    seed: u64,
+) -> Result<Verdict, LabError> {
     let lab = Lab::new(2)?;
     for host in lab.hosts() {
         let work = host.outside(WORK_DIR);
         let made = fs::create_dir_all(&work);
         made.map_err(|source| LabError::Io { doing: format!("make {}", work.display()), source })?;
     }
-    let conditions = &conditions.of(mode);
     let command = conditions.command(guest);
-    let (status, host, said) = match (mode, &conditions.hotspare) {
-        (Mode::Plain, _) => plainly(&lab, &command, conditions)?,
+    let ended = match (mode, &conditions.hotspare) {
+        (Mode::Plain, _) => Some(plainly(&lab, &command, conditions)?),
         (_, Some(binary)) => moved(&lab, mode, &command, conditions, (binary, seed))?,
-        (_, None) => return Ok(Some("there is no hotspare program: build it first".to_owned())),
+        (_, None) => {
+            let missing = "there is no hotspare program: build it first";
+            return Ok(Verdict::Wrong(missing.to_owned()));
+        }
     };
+    let was_over = ended.is_none();
+    let (status, host, said) = ended.unwrap_or_else(|| (0, lab.host(0), String::new()));
     let found = host.inside(|| fs::read_to_string(Path::new(WORK_DIR).join("out")));
     let found = found.unwrap_or_else(|error| error.to_string());
-    if status == 0 && found == conditions.expected() {
-        return Ok(None);
-    }
-    Ok(Some(format!("exit status {status}; wrote:\n{}\nsaid:\n{said}", tail(&found))))
+    Ok(if status != 0 || found != conditions.expected() {
+        let wrote = tail(&found);
+        Verdict::Wrong(format!("exit status {status}; wrote:\n{wrote}\nsaid:\n{said}"))
+    } else if was_over {
+        Verdict::TooShort
+    } else {
+        Verdict::Right
+    })
 }
 
 /// The last lines.
@@ -188,13 +236,14 @@ fn plainly<'a>(
 /// What is restored is looked at here, not how soon. Many run at once, on machines that stall.
 const PATIENT: [&str; 2] = ["--silence", "300ms"];
 
+/// `None` if it came to its good end by itself before it was moved.
 fn moved<'a>(
     lab: &'a Lab,
     mode: Mode,
     command: &[String],
     conditions: &Conditions,
     (binary, seed): (&Path, u64),
-) -> Result<Ended<'a>, LabError> {
+) -> Result<Option<Ended<'a>>, LabError> {
     let engine = Engine {
         binary: binary.to_owned(),
         epoch: mode.epoch(),
@@ -205,34 +254,45 @@ fn moved<'a>(
     let spare = engine.spare_with(lab.host(1), &PATIENT)?;
     let end = Instant::now() + conditions.length();
     let primary = engine.run(lab.host(0), &[lab.host(1)], command)?;
-    Engine::protected(&primary)?;
+    let moved = wait_for_instant(mode, &primary, end, seed).and_then(|()| {
+        if mode == Mode::Switchover && primary.try_wait().is_none() {
+            let mut switchover = Command::new(binary);
+            return lab.host(0).run(switchover.arg("switchover"), HANG).map(drop);
+        }
+        // Its pipes are read to the end: what it has said by then is known below.
+        lab.host(0).kill().and_then(|_| primary.wait(HANG).map(drop))
+    });
+    if Engine::is_over(&primary) {
+        return Ok(None);
+    }
+    if let Err(error) = moved {
+        let (primary, spare) = (tail(&primary.said()), tail(&spare.said()));
+        let said = format!("{error}\nthe primary said:\n{primary}\nthe spare said:\n{spare}");
+        return Ok(Some((-1, lab.host(0), said)));
+    }
+    let status = Engine::guest_ended(&spare, conditions.length() + HANG)?;
+    Ok(Some((status, lab.host(1), tail(&spare.stderr().text()))))
+}
+
+/// Waits until it is time to move the guest of `primary`, which will end at `end`; or it has ended.
+fn wait_for_instant(
+    mode: Mode,
+    primary: &Process,
+    end: Instant,
+    seed: u64,
+) -> Result<(), LabError> {
+    Engine::protected(primary)?;
     match mode {
-        Mode::Plain | Mode::CaptureRestore => {}
-        Mode::Increments => wait_for_increments(&primary)?,
+        Mode::Plain | Mode::CaptureRestore => Ok(()),
+        Mode::Increments => wait_for_increments(primary),
         Mode::Failover | Mode::Switchover => {
             // In the first half of what is left of its life, however long protection has taken.
             let left = end.since(Instant::now());
             let wait = Dice::new(seed).between(Duration::ZERO, left / 2);
             (Instant::now() + wait).sleep_until();
+            Ok(())
         }
     }
-    let failed = |what: &str| {
-        let (primary, spare) = (tail(&primary.said()), tail(&spare.said()));
-        format!("{what}\nthe primary said:\n{primary}\nthe spare said:\n{spare}")
-    };
-    if primary.try_wait().is_some() {
-        return Ok((-1, lab.host(0), failed("it ended before it could be moved")));
-    }
-    if mode == Mode::Switchover {
-        let mut switchover = Command::new(binary);
-        if let Err(error) = lab.host(0).run(switchover.arg("switchover"), HANG) {
-            return Ok((-1, lab.host(0), failed(&error.to_string())));
-        }
-    } else {
-        lab.host(0).kill()?;
-    }
-    let status = Engine::guest_ended(&spare, conditions.length() + HANG)?;
-    Ok((status, lab.host(1), tail(&spare.stderr().text())))
 }
 
 /// Until there were 50, or the guest has ended.

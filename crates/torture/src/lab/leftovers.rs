@@ -5,6 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use nix::errno::Errno;
+
 use super::cell::{cgroup_root, remove_group};
 use super::{Doing, LabError};
 
@@ -38,16 +40,21 @@ pub(super) fn release_dir(dir: &Path) {
 /// Removes what runs that have ended without cleaning up have left.
 pub(super) fn sweep() -> Result<(), LabError> {
     for group in orphans(&cgroup_root()?)? {
-        // Another run may sweep at this moment: what is gone is gone.
-        let removed = remove_group(&group);
-        if group.exists() {
-            removed?;
+        match remove_group(&group) {
+            Err(error) if group.exists() && !is_of_one_removed(&error) => return Err(error),
+            // Another run may sweep at this moment: what is gone is gone.
+            Ok(()) | Err(_) => {}
         }
     }
     for dir in orphans(Path::new(PARENT))? {
         release_dir(&dir);
     }
     Ok(())
+}
+
+/// Files of a cgroup that were opened before somebody else removed it answer ENODEV.
+fn is_of_one_removed(error: &LabError) -> bool {
+    matches!(error, LabError::Io { source, .. } if source.raw_os_error() == Some(Errno::ENODEV as i32))
 }
 
 /// The entries of `parent` that belong to a process that is no more.
