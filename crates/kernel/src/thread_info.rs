@@ -77,6 +77,12 @@ fn died(tid: HostPid) -> impl Fn(KernelError) -> KernelError {
     }
 }
 
+/// A file of `/proc/TID`. Of one that ends meanwhile, opening may succeed and reading fail.
+fn text(verb: &'static str, tid: HostPid, file: &str) -> Result<String> {
+    let read = std::fs::read_to_string(format!("/proc/{tid}/{file}"));
+    read.map_err(KernelError::io(verb)).map_err(died(tid))
+}
+
 /// Reads the name of a thread from its `comm` in /proc.
 pub fn name_of(tid: HostPid, file: &mut KeptFile) -> Result<Vec<u8>> {
     let mut name = Vec::new();
@@ -195,8 +201,7 @@ fn limits_as_text(pid: HostPid) -> Result<Vec<(u64, u64)>> {
         "Max realtime priority",
         "Max realtime timeout",
     ];
-    let text = std::fs::read_to_string(format!("/proc/{pid}/limits"))
-        .map_err(KernelError::io("read resource limits"))?;
+    let text = text("read resource limits", pid, "limits")?;
     let number = |word: &str| match word {
         "unlimited" => Some(u64::MAX),
         word => word.parse().ok(),
@@ -216,20 +221,18 @@ fn limits_as_text(pid: HostPid) -> Result<Vec<(u64, u64)>> {
 
 /// Children that thread `tid` made; none if it is gone.
 pub fn children(tid: HostPid) -> Result<Vec<HostPid>> {
-    let text = match std::fs::read_to_string(format!("/proc/{tid}/task/{tid}/children")) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(KernelError::io("read children")(error)),
+    let text = match text("read children", tid, &format!("task/{tid}/children")) {
+        Err(error) if error.is_died() => return Ok(Vec::new()),
+        text => text?,
     };
     Ok(text.split_ascii_whitespace().filter_map(|word| word.parse().ok()).map(HostPid).collect())
 }
 
 /// wait(2) status of a process that has ended; `None` if it lives or is gone.
 pub fn zombie_status(pid: HostPid) -> Result<Option<i32>> {
-    let text = match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(KernelError::io("read process state")(error)),
+    let text = match text("read process state", pid, "stat") {
+        Err(error) if error.is_died() => return Ok(None),
+        text => text?,
     };
     // The name, in parentheses, may hold anything; the state follows, the status is the last.
     let rest = text.rsplit_once(')').map_or("", |(_, rest)| rest).trim();
@@ -290,12 +293,41 @@ pub fn share_memory(one: HostPid, other: HostPid) -> Result<bool> {
 /// Numeric fields of `/proc/PID/stat` from the fourth on (ppid is index 0), and the name's length
 /// left out.
 pub fn stat(pid: HostPid) -> Result<Vec<u64>> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/stat"))
-        .map_err(KernelError::io("read process stat"))?;
+    let text = text("read process stat", pid, "stat")?;
     let tail = text.rfind(')').map_or("", |at| &text[at + 1..]);
     Ok(tail
         .split_ascii_whitespace()
         .skip(1)
         .map(|word| word.parse::<i64>().map_or_else(|_| word.parse().unwrap_or(0), |n| n as u64))
         .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    /// Between the opening of a file of `/proc/PID` and its reading the process may be reaped.
+    #[test]
+    fn a_process_that_ends_while_it_is_looked_at_is_gone_and_no_error() {
+        const PROCESSES: usize = 500;
+        let (born, to_watch) = channel();
+        let watching = std::thread::spawn(move || {
+            for pid in to_watch {
+                while std::fs::exists(format!("/proc/{pid}")).expect("/proc can be read") {
+                    zombie_status(pid).expect("its end is no error");
+                    children(pid).expect("its end is no error");
+                }
+            }
+        });
+        for _ in 0..PROCESSES {
+            let mut child = Command::new("true").spawn().unwrap();
+            born.send(HostPid(child.id() as i32)).unwrap();
+            child.wait().unwrap();
+        }
+        drop(born);
+        watching.join().unwrap();
+    }
 }

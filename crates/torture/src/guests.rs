@@ -234,7 +234,7 @@ fn plainly<'a>(
 }
 
 /// What is restored is looked at here, not how soon. Many run at once, on machines that stall.
-const PATIENT: [&str; 2] = ["--silence", "300ms"];
+const PATIENT: [&str; 2] = ["--silence", "2s"];
 
 /// `None` if it came to its good end by itself before it was moved.
 fn moved<'a>(
@@ -255,6 +255,7 @@ fn moved<'a>(
     let end = Instant::now() + conditions.length();
     let primary = engine.run(lab.host(0), &[lab.host(1)], command)?;
     let moved = wait_for_instant(mode, &primary, end, seed).and_then(|()| {
+        wait_for_ghost(lab.host(0), binary, &primary)?;
         if mode == Mode::Switchover && primary.try_wait().is_none() {
             let mut switchover = Command::new(binary);
             return lab.host(0).run(switchover.arg("switchover"), HANG).map(drop);
@@ -293,6 +294,19 @@ fn wait_for_instant(
             Ok(())
         }
     }
+}
+
+/// Until some spare has a whole ghost, or the guest has ended. Some changes of the process tree
+/// need a new one.
+fn wait_for_ghost(host: &Host, binary: &Path, primary: &Process) -> Result<(), LabError> {
+    let deadline = Instant::now() + HANG;
+    while Engine::status(host, binary, "ready") == Some(0) && primary.try_wait().is_none() {
+        if Instant::now() > deadline {
+            return Err(LabError::Deadline { what: "a ghost".to_owned(), waited: HANG });
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
 }
 
 /// Until there were 50, or the guest has ended.
