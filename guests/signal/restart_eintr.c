@@ -50,10 +50,10 @@ int main(int argc, char **argv) {
     queue = (mqd_t)SYS(mq_open("/restart_eintr", O_CREAT | O_RDWR, 0600, &attributes));
     SYS(mq_unlink("/restart_eintr"));
     static const struct blocker blockers[] = {
-        {"sigtimedwait", by_sigtimedwait},
-        {"semtimedop", by_semaphore},
-        {"mq_timedreceive", by_queue},
-        {"recv", by_socket},
+        {"sigtimedwait", by_sigtimedwait, false},
+        {"semtimedop", by_semaphore, false},
+        {"mq_timedreceive", by_queue, false},
+        {"recv", by_socket, true},
     };
     RUN_BLOCKERS(blockers);
     return guest_pass();

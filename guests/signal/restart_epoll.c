@@ -59,10 +59,10 @@ int main(int argc, char **argv) {
     SYS(epoll_ctl(quiet, EPOLL_CTL_ADD, (int)SYS(eventfd(0, 0)), &event));
     pthread_t thread = start(wait_for_ever, NULL);
     static const struct blocker blockers[] = {
-        {"epoll_wait", by_epoll},
-        {"epoll_pwait", by_epoll_pwait},
-        {"epoll_pwait2", by_epoll_pwait2},
-        {"epoll_wait for ever", by_waking},
+        {"epoll_wait", by_epoll, false},
+        {"epoll_pwait", by_epoll_pwait, false},
+        {"epoll_pwait2", by_epoll_pwait2, false},
+        {"epoll_wait for ever", by_waking, false},
     };
     RUN_BLOCKERS(blockers);
     put_long(ends[1], PEER_END);

@@ -61,16 +61,16 @@ static void by_condition(long ms) {
 int main(int argc, char **argv) {
     guest_begin(argc, argv);
     static const struct blocker blockers[] = {
-        {"nanosleep", by_nanosleep},
-        {"clock_nanosleep", by_clock_nanosleep},
-        {"absolute sleep", by_absolute_sleep},
-        {"boottime sleep", by_boottime_sleep},
-        {"poll", by_poll},
-        {"ppoll", by_ppoll},
-        {"select", by_select},
-        {"futex", by_futex},
-        {"futex bitset", by_futex_bitset},
-        {"condition", by_condition},
+        {"nanosleep", by_nanosleep, false},
+        {"clock_nanosleep", by_clock_nanosleep, false},
+        {"absolute sleep", by_absolute_sleep, false},
+        {"boottime sleep", by_boottime_sleep, false},
+        {"poll", by_poll, false},
+        {"ppoll", by_ppoll, false},
+        {"select", by_select, false},
+        {"futex", by_futex, false},
+        {"futex bitset", by_futex_bitset, false},
+        {"condition", by_condition, false},
     };
     RUN_BLOCKERS(blockers);
     return guest_pass();

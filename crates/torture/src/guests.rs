@@ -271,8 +271,23 @@ fn moved<'a>(
         let said = format!("{error}\nthe primary said:\n{primary}\nthe spare said:\n{spare}");
         return Ok(Some((-1, lab.host(0), said)));
     }
-    let status = Engine::guest_ended(&spare, conditions.length() + HANG)?;
+    let Some(status) = ended_on(&spare, conditions.length() + HANG)? else { return Ok(None) };
     Ok(Some((status, lab.host(1), tail(&spare.stderr().text()))))
+}
+
+/// Waits for the end of the guest on the new primary. `None` if it has ended on the old one, which
+/// could tell the spare and nobody else any more.
+fn ended_on(spare: &Process, at_most: Duration) -> Result<Option<i32>, LabError> {
+    let deadline = Instant::now() + at_most;
+    while Instant::now() < deadline {
+        if spare.stderr().text().contains("the primary is done: the guest has ended") {
+            return Ok(None);
+        }
+        if let Ok(status) = Engine::guest_ended(spare, Duration::from_millis(100)) {
+            return Ok(Some(status));
+        }
+    }
+    Engine::guest_ended(spare, Duration::ZERO).map(Some)
 }
 
 /// Waits until it is time to move the guest of `primary`, which will end at `end`; or it has ended.

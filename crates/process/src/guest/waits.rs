@@ -97,6 +97,10 @@ pub(crate) fn settle(
     let seen = again.filter(|again| {
         registers[reg::EFLAGS] & MARK_BITS == MARK && same_call(&again.registers, registers)
     });
+    if seen.is_none() {
+        // It is put back like the one before it, and yet has executed something since.
+        thread.asleep = None;
+    }
     let again = MadeAgain {
         registers: put_back(registers),
         since: seen.map_or(now, |seen| seen.since),
