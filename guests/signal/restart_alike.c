@@ -24,7 +24,8 @@ static __attribute__((noinline)) long wait_with(volatile struct wait *wait, stru
                      "syscall\n\t"
                      "movq %%xmm15, %[got]"
                      : "+a"(result), [got] "=m"(wait->got)
-                     : [want] "m"(wait->want), "S"(&wait->down), "D"((long)semaphore), "d"(1L), "r"(r10)
+                     : [want] "m"(wait->want), "D"((long)semaphore), "S"(&wait->down), "d"(1L),
+                       "r"(r10)
                      : "rcx", "r8", "r9", "r11", "xmm15", "memory");
     return result;
 }

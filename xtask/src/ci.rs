@@ -63,6 +63,7 @@ pub fn ci(arguments: &CiArguments) -> Result<()> {
         let each_once = KillArguments::default();
         suites.push(own_suite("kills", || kills::all(&each_once))?);
         suites.push(own_suite("moves", || kills::all(&KillArguments::moves()))?);
+        suites.push(own_suite("unnoticed", || kills::all(&KillArguments::unnoticed()))?);
     }
     report(&suites)
 }

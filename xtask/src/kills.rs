@@ -28,6 +28,10 @@ pub struct KillArguments {
     /// connection may break
     #[arg(long)]
     switchover: bool,
+    /// Kills hosts under `--guarantee output-commit`: nothing that a client knows may be lost, no
+    /// connection may break
+    #[arg(long, conflicts_with = "switchover")]
+    unnoticed: bool,
     /// Only these programs
     #[arg(long = "program", value_name = "NAME")]
     programs: Vec<String>,
@@ -43,8 +47,16 @@ impl Default for KillArguments {
     /// Each program once.
     fn default() -> KillArguments {
         let count = programs().len() as u64;
-        let (exact_seed, switchover, programs) = (None, false, vec![]);
-        KillArguments { count, seed: 1, exact_seed, switchover, programs, epoch_ms: 100, jobs: 1 }
+        KillArguments {
+            count,
+            seed: 1,
+            exact_seed: None,
+            switchover: false,
+            unnoticed: false,
+            programs: vec![],
+            epoch_ms: 100,
+            jobs: 1,
+        }
     }
 }
 
@@ -52,6 +64,19 @@ impl KillArguments {
     /// Each program moved once, as planned.
     pub fn moves() -> KillArguments {
         KillArguments { switchover: true, ..KillArguments::default() }
+    }
+
+    /// Each program killed once with all output held.
+    pub fn unnoticed() -> KillArguments {
+        KillArguments { unnoticed: true, ..KillArguments::default() }
+    }
+
+    fn change(&self) -> Change {
+        match (self.switchover, self.unnoticed) {
+            (true, _) => Change::Planned,
+            (false, true) => Change::UnnoticedDeath,
+            (false, false) => Change::Death,
+        }
     }
 }
 
@@ -71,7 +96,7 @@ pub fn all(arguments: &KillArguments) -> Result<(u64, u64)> {
     let chosen = chosen(&arguments.programs)?;
     let dice = Dice::new(arguments.seed);
     let epoch = Duration::from_millis(arguments.epoch_ms);
-    let change = if arguments.switchover { Change::Planned } else { Change::Death };
+    let change = arguments.change();
     let passed = AtomicU64::new(0);
     side_by_side(arguments.jobs, 0..arguments.count, |number| {
         let program = &chosen[(number % chosen.len() as u64) as usize];

@@ -273,16 +273,17 @@ pub struct TcpConnection {
     pub window: [u32; 5],
 }
 
-/// Segments of a connection's first flight (RFC 6928).
-const FIRST_FLIGHT: usize = 10;
+/// Segments of a connection's first flight (RFC 6928), where nothing else is said.
+pub const FIRST_FLIGHT: u32 = 10;
 
 impl TcpConnection {
-    /// Whether everything that was sent and not acknowledged can be sent again at once. Then it
+    /// Whether everything that was sent and not acknowledged can be sent again at once, if the
+    /// first flight of a restored connection has so many segments. Then it
     /// is restored as not sent, and a peer that lacks it has it without a timeout. Otherwise it
     /// is restored as sent: a peer that has it may acknowledge it before we send it again, and
     /// TCP ignores an acknowledgement of what it has not sent.
-    pub fn resends_at_once(&self) -> bool {
-        let flight = FIRST_FLIGHT * self.mss_clamp.clamp(88, 1400) as usize;
+    pub fn resends_at_once(&self, first_flight: u32) -> bool {
+        let flight = first_flight as usize * self.mss_clamp.clamp(88, 1400) as usize;
         self.sent.len() <= flight.min(self.window[1] as usize)
     }
 }

@@ -27,6 +27,7 @@ pub mod socket;
 pub mod spawn;
 pub mod tcp;
 pub mod thread_info;
+pub mod tun;
 pub mod userfaultfd;
 pub mod xattr;
 

@@ -27,6 +27,7 @@ const NLM_F_CREATE: u16 = 0x400;
 const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_MASTER: u16 = 10;
+const IFLA_TXQLEN: u16 = 13;
 const IFLA_LINKINFO: u16 = 18;
 const IFLA_NET_NS_FD: u16 = 28;
 const IFLA_INFO_KIND: u16 = 1;
@@ -40,6 +41,8 @@ const IFA_F_NODAD: u32 = 2;
 const RTA_DST: u16 = 1;
 const RTA_OIF: u16 = 4;
 const RTA_GATEWAY: u16 = 5;
+const RTA_METRICS: u16 = 8;
+const RTAX_INITCWND: u16 = 11;
 const RT_TABLE_MAIN: u8 = 254;
 const RTPROT_STATIC: u8 = 4;
 const RT_SCOPE_UNIVERSE: u8 = 0;
@@ -162,6 +165,14 @@ impl Netlink {
         self.tell("take interface up or down", request)
     }
 
+    /// How many packets may wait to leave through an interface.
+    pub fn set_queue_length(&mut self, link: LinkIndex, packets: u32) -> Result<()> {
+        let mut request = Request::new(RTM_NEWLINK, 0);
+        request.link_header(link, 0, 0);
+        request.attribute(IFLA_TXQLEN, &packets.to_ne_bytes());
+        self.tell("set the length of an interface's queue", request)
+    }
+
     /// Makes an interface a port of a bridge, or of none.
     pub fn set_master(&mut self, link: LinkIndex, bridge: Option<LinkIndex>) -> Result<()> {
         let mut request = Request::new(RTM_NEWLINK, 0);
@@ -197,6 +208,22 @@ impl Netlink {
         let mut request = Request::new(RTM_NEWROUTE, NLM_F_CREATE | NLM_F_REPLACE);
         request.route(to, gateway, link);
         self.tell("add route", request)
+    }
+
+    /// As [`Netlink::add_route`] without a gateway, and new connections may send `segments` there
+    /// before the first acknowledgement (`initcwnd` in ip-route(8)).
+    pub fn add_route_with_flight(
+        &mut self,
+        to: (IpAddr, u8),
+        link: LinkIndex,
+        segments: u32,
+    ) -> Result<()> {
+        let mut request = Request::new(RTM_NEWROUTE, NLM_F_CREATE | NLM_F_REPLACE);
+        request.route(Some(to), None, link);
+        request.nested(RTA_METRICS, |metrics| {
+            metrics.attribute(RTAX_INITCWND, &segments.to_ne_bytes());
+        });
+        self.tell("set the first flight of a route", request)
     }
 
     /// Removes a route to `to`.

@@ -97,6 +97,15 @@ impl Segment {
     }
 }
 
+/// Who has sent an IP packet, as it says.
+pub fn source(packet: &[u8]) -> Option<IpAddr> {
+    match packet.first()? >> 4 {
+        4 => Some(IpAddr::from(<[u8; 4]>::try_from(packet.get(12..16)?).ok()?)),
+        6 => Some(IpAddr::from(<[u8; 16]>::try_from(packet.get(8..24)?).ok()?)),
+        _ => None,
+    }
+}
+
 /// IP's numbers for TCP and UDP.
 const TCP: u8 = 6;
 const UDP: u8 = 17;

@@ -31,6 +31,8 @@ pub struct TcpInfo {
     pub send_window: u32,
     /// Window we offer, bytes.
     pub receive_window: u32,
+    /// Segments that may be under way.
+    pub congestion_window: u32,
     /// Backlog, for a listener.
     pub backlog: u32,
 }
@@ -68,6 +70,7 @@ pub fn info(fd: BorrowedFd<'_>) -> Result<TcpInfo> {
         unsent_bytes: word(bytes, offset_of!(tcp_info, tcpi_notsent_bytes)),
         send_window: word(bytes, offset_of!(tcp_info, tcpi_snd_wnd)),
         receive_window: word(bytes, offset_of!(tcp_info, tcpi_rcv_wnd)),
+        congestion_window: word(bytes, offset_of!(tcp_info, tcpi_snd_cwnd)),
         backlog: word(bytes, offset_of!(tcp_info, tcpi_sacked)),
     })
 }

@@ -31,7 +31,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use hotspare_image::objects::{Object, OpenFile};
-use hotspare_image::sockets::{TcpConnection, TcpSocket, TcpState};
+use hotspare_image::sockets::{FIRST_FLIGHT, TcpConnection, TcpSocket, TcpState};
 use hotspare_kernel::KernelError;
 use hotspare_kernel::packet_tap::PacketTap;
 use hotspare_kernel::segment::{Segment, SegmentSender, flag, unmapped};
@@ -118,7 +118,7 @@ fn knowledge(connection: &TcpConnection) -> Knowledge {
     let fin = u32::from(FIN_UNDER_WAY.contains(&connection.kernel_state));
     let scale = connection.window_scales.map_or(0, |(_, ours)| ours);
     let window = connection.window[3].checked_shr(u32::from(scale)).unwrap_or(0);
-    let as_sent = if connection.resends_at_once() { 0 } else { connection.sent.len() };
+    let as_sent = if connection.resends_at_once(FIRST_FLIGHT) { 0 } else { connection.sent.len() };
     Knowledge {
         send_unacknowledged: connection.send_unacknowledged,
         send_next: connection.send_unacknowledged.wrapping_add(as_sent as u32),
@@ -360,11 +360,13 @@ impl GoLiveWatch {
     /// connections leave repair mode. `None` where there is nothing to watch. `callers` are
     /// connections that the primary had, local and remote address; those that are not among
     /// `files` are reset. `outage`: how long ago the primary was last known to be alive; rather
-    /// more than less.
+    /// more than less. `exact`: no peer has seen more than `files` say, so whoever is ahead has
+    /// only to send again.
     pub fn open(
         files: &[OpenFile],
         callers: &[(SocketAddr, SocketAddr)],
         outage: Duration,
+        exact: bool,
     ) -> Result<Option<Self>, KernelError> {
         let mut connections = Watched::of(files);
         let known: HashSet<_> = connections.iter().map(|one| (one.local, one.remote)).collect();
@@ -374,6 +376,7 @@ impl GoLiveWatch {
             remote: *remote,
             knowledge: None,
         }));
+        connections.retain(|watched| !exact || watched.knowledge.is_none());
         if connections.is_empty() {
             return Ok(None);
         }

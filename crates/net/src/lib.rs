@@ -1,8 +1,9 @@
-//! Address takeover, and in time the output gate and the proxy.
+//! Address takeover, the output gate, and in time the proxy.
 #![forbid(unsafe_code)]
 
 pub mod announce;
 pub mod callers;
+pub mod gate;
 pub mod go_live;
 pub mod hook;
 pub mod takeover;

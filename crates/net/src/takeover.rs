@@ -11,6 +11,9 @@
 //!                   │                proxy ARP   answers for it on its own interface
 //! ```
 //!
+//! Where output is held ([`crate::gate`]) both ends are TUN interfaces with the agent between them,
+//! and the host routes.
+//!
 //! So on a spare everything is built and up, sockets can be bound and rebuilt on the address, and
 //! yet no packet enters or leaves. Going live is connecting the end and telling the neighbours.
 
@@ -20,19 +23,27 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hotspare_kernel::KernelError;
 use hotspare_kernel::netlink::{Link, LinkIndex, Mac, Netlink, VethPair};
+use hotspare_kernel::tun::Tun;
 use nix::sched::{CloneFlags, setns};
 
 use crate::announce::{FrameSender, frame};
+use crate::gate::Gate;
 
 /// The guest's interface.
 pub const GUEST_LINK: &str = "eth0";
 /// Gateway of routed guests: never on the wire, the host's end is behind it.
 const ROUTED_GATEWAY_V4: Ipv4Addr = Ipv4Addr::new(169, 254, 1, 1);
 const ROUTED_GATEWAY_V6: Ipv6Addr = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 1);
+/// Packets that may wait at an interface for the agent: as many as a pause brings.
+const GATED_QUEUE: u32 = 5000;
+/// Segments that a connection may send at once after a takeover: as many as an ordinary one has
+/// under way at most (4 MiB, the largest send buffer by itself).
+const FLIGHT_MAX: u32 = 3000;
 
 /// Why the service address cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -160,6 +171,21 @@ pub enum Uplink {
         /// The host's interface towards the clients.
         parent: String,
     },
+    /// As `Routed`, and every packet goes through the agent, which can hold it.
+    Gated {
+        /// The host's interface towards the clients.
+        parent: String,
+    },
+}
+
+impl Uplink {
+    /// The host's interface that has to be there.
+    fn outer(&self) -> &str {
+        match self {
+            Uplink::Bridge { name, .. } => name,
+            Uplink::Routed { parent } | Uplink::Gated { parent } => parent,
+        }
+    }
 }
 
 /// The service address on one host: built, and connected or not. Dropping it takes the interfaces
@@ -177,6 +203,7 @@ pub struct ServiceNetwork {
     announced: bool,
     /// The host's end is down.
     cut_off: bool,
+    gate: Option<Arc<Gate>>,
 }
 
 impl ServiceNetwork {
@@ -189,31 +216,33 @@ impl ServiceNetwork {
         uplink: Uplink,
     ) -> Result<ServiceNetwork> {
         let mut netlink = Netlink::open().map_err(doing("open netlink"))?;
-        let outer_name = match &uplink {
-            Uplink::Bridge { name, .. } => name,
-            Uplink::Routed { parent } => parent,
-        };
-        let outer = outer_link(&mut netlink, outer_name)?;
+        let outer = outer_link(&mut netlink, uplink.outer())?;
         let name = service.host_link();
         // A dead agent's interface of the same name is in the way; its guest is gone as well.
         if let Ok(stale) = netlink.link(&name) {
             netlink.delete_link(stale.index).map_err(doing("remove a stale interface"))?;
         }
-        let pair = VethPair {
-            near: &name,
-            near_mac: service.host_mac(),
-            far: GUEST_LINK,
-            far_mac: service.guest_mac(),
-            far_namespace: guest,
+        let gate = match &uplink {
+            Uplink::Bridge { .. } | Uplink::Routed { .. } => {
+                let pair = VethPair {
+                    near: &name,
+                    near_mac: service.host_mac(),
+                    far: GUEST_LINK,
+                    far_mac: service.guest_mac(),
+                    far_namespace: guest,
+                };
+                netlink.add_veth(&pair).map_err(doing("make the guest's interface"))?;
+                None
+            }
+            Uplink::Gated { .. } => Some(Arc::new(gate(guest, service.address, &name)?)),
         };
-        netlink.add_veth(&pair).map_err(doing("make the guest's interface"))?;
         let host_end = netlink.link(&name).map_err(doing("find the guest's interface"))?.index;
         let built = build(&mut netlink, guest, &service, &uplink, &name, host_end, outer);
         match built {
             Ok(sender) => {
                 let mac = match &uplink {
                     Uplink::Bridge { .. } => service.guest_mac(),
-                    Uplink::Routed { .. } => outer.mac,
+                    Uplink::Routed { .. } | Uplink::Gated { .. } => outer.mac,
                 };
                 let frame = frame(service.address, mac);
                 Ok(Self {
@@ -226,6 +255,7 @@ impl ServiceNetwork {
                     frame,
                     announced: false,
                     cut_off: false,
+                    gate,
                 })
             }
             Err(error) => {
@@ -264,7 +294,7 @@ impl ServiceNetwork {
                 let bridge = Some(self.outer.index);
                 self.netlink.set_master(end, bridge).map_err(doing("connect to the bridge"))
             }
-            Uplink::Routed { .. } => {
+            Uplink::Routed { .. } | Uplink::Gated { .. } => {
                 let to = Some((address, bits(address)));
                 self.netlink.add_route(to, None, end).map_err(doing("route the address"))?;
                 let outer = self.outer.index;
@@ -289,7 +319,9 @@ impl ServiceNetwork {
         let cut = self.netlink.set_up(end, false);
         let quiet = match &self.uplink {
             Uplink::Bridge { .. } => self.netlink.set_master(end, None),
-            Uplink::Routed { .. } => self.netlink.set_proxy(self.outer.index, address, false),
+            Uplink::Routed { .. } | Uplink::Gated { .. } => {
+                self.netlink.set_proxy(self.outer.index, address, false)
+            }
         };
         cut.and(quiet).map_err(doing("withdraw the address"))
     }
@@ -298,6 +330,29 @@ impl ServiceNetwork {
     #[must_use]
     pub fn is_announced(&self) -> bool {
         self.announced
+    }
+
+    /// Lets connections that are made from now on, in the guest's namespace, send at once what was
+    /// under way before; or leaves that to the kernel again. Only where output is held: elsewhere
+    /// it is not known how much was.
+    pub fn lengthen_flights(&self, guest: BorrowedFd<'_>, lengthen: bool) -> Result<()> {
+        let Uplink::Gated { .. } = self.uplink else { return Ok(()) };
+        within(guest, || {
+            let mut netlink = Netlink::open().map_err(doing("open netlink in the guest"))?;
+            let link = netlink.link(GUEST_LINK).map_err(doing("find the guest's interface"))?.index;
+            let to = everywhere(self.service.address);
+            let done = match lengthen {
+                true => netlink.add_route_with_flight(to, link, FLIGHT_MAX),
+                false => netlink.add_route(Some(to), None, link),
+            };
+            done.map_err(doing("set the first flight"))
+        })
+    }
+
+    /// Where all packets pass, if the address was built so.
+    #[must_use]
+    pub fn gate(&self) -> Option<&Arc<Gate>> {
+        self.gate.as_ref()
     }
 
     /// What it is about.
@@ -312,9 +367,21 @@ impl Drop for ServiceNetwork {
         if let Err(error) = self.withdraw() {
             tracing::warn!(%error, "the service address was not withdrawn");
         }
+        if let Some(gate) = &self.gate {
+            gate.end();
+        }
         // Gone already if the guest's namespace is.
         let _ = self.netlink.delete_link(self.host_end);
     }
+}
+
+/// Both interfaces, down, and the gate between them.
+fn gate(guest: BorrowedFd<'_>, service: IpAddr, host_name: &str) -> Result<Gate> {
+    let inner =
+        within(guest, || Tun::create(GUEST_LINK).map_err(doing("make the guest's interface")))?;
+    let outer = Tun::create(host_name).map_err(doing("make the host's end"))?;
+    let gate = Gate::new(service, inner, outer);
+    gate.map_err(|error| doing("make the gate")(KernelError::io("make an eventfd")(error)))
 }
 
 fn outer_link(netlink: &mut Netlink, name: &str) -> Result<Link> {
@@ -343,21 +410,27 @@ fn build(
         &format!("ipv6/conf/{host_name}/disable_ipv6"),
         match uplink {
             Uplink::Bridge { .. } => "1",
-            Uplink::Routed { .. } => "0",
+            Uplink::Routed { .. } | Uplink::Gated { .. } => "0",
         },
     )?;
-    if let Uplink::Routed { parent } = uplink {
+    if let Uplink::Routed { parent } | Uplink::Gated { parent } = uplink {
         settings_of_a_router(parent, host_name, service.address)?;
     }
     netlink.set_up(host_end, true).map_err(doing("take the host's end up"))?;
     let guest_sender = within(guest, || build_guest(service, uplink))?;
+    let outer_sender = || FrameSender::open(outer.index).map_err(doing("open a packet socket"));
     match uplink {
         Uplink::Bridge { .. } => Ok(guest_sender),
         Uplink::Routed { .. } => {
             netlink
                 .add_neighbour(host_end, service.address, service.guest_mac())
                 .map_err(doing("name the guest's hardware address"))?;
-            FrameSender::open(outer.index).map_err(doing("open a packet socket"))
+            outer_sender()
+        }
+        Uplink::Gated { .. } => {
+            let length = netlink.set_queue_length(host_end, GATED_QUEUE);
+            length.map_err(doing("lengthen the queue of the host's end"))?;
+            outer_sender()
         }
     }
 }
@@ -370,26 +443,42 @@ fn build_guest(service: &ServiceAddress, uplink: &Uplink) -> Result<FrameSender>
     netlink.set_up(loopback, true).map_err(doing("take the guest's loopback up"))?;
     let prefix = match uplink {
         Uplink::Bridge { .. } => service.prefix,
-        Uplink::Routed { .. } => bits(service.address),
+        Uplink::Routed { .. } | Uplink::Gated { .. } => bits(service.address),
     };
     netlink
         .add_address(end, service.address, prefix)
         .map_err(doing("give the guest its address"))?;
     netlink.set_up(end, true).map_err(doing("take the guest's interface up"))?;
-    let gateway = match (uplink, service.address) {
-        (Uplink::Bridge { gateway, .. }, _) => *gateway,
-        (Uplink::Routed { .. }, IpAddr::V4(_)) => Some(ROUTED_GATEWAY_V4.into()),
-        (Uplink::Routed { .. }, IpAddr::V6(_)) => Some(ROUTED_GATEWAY_V6.into()),
-    };
-    if let Some(gateway) = gateway {
-        if let Uplink::Routed { .. } = uplink {
+    let routed = doing("route the guest's packets");
+    match uplink {
+        Uplink::Bridge { gateway: None, .. } => {}
+        Uplink::Bridge { gateway, .. } => netlink.add_route(None, *gateway, end).map_err(routed)?,
+        Uplink::Routed { .. } => {
+            let gateway = match service.address {
+                IpAddr::V4(_) => ROUTED_GATEWAY_V4.into(),
+                IpAddr::V6(_) => ROUTED_GATEWAY_V6.into(),
+            };
             netlink
                 .add_neighbour(end, gateway, service.host_mac())
                 .map_err(doing("name the gateway's hardware address"))?;
+            netlink.add_route(None, Some(gateway), end).map_err(routed)?;
         }
-        netlink.add_route(None, Some(gateway), end).map_err(doing("route the guest's packets"))?;
+        Uplink::Gated { .. } => {
+            let length = netlink.set_queue_length(end, GATED_QUEUE);
+            length.map_err(doing("lengthen the queue of the guest's interface"))?;
+            let to = everywhere(service.address);
+            netlink.add_route(Some(to), None, end).map_err(routed)?;
+        }
     }
     FrameSender::open(end).map_err(doing("open a packet socket in the guest"))
+}
+
+/// All addresses of the family.
+fn everywhere(address: IpAddr) -> (IpAddr, u8) {
+    match address {
+        IpAddr::V4(_) => (Ipv4Addr::UNSPECIFIED.into(), 0),
+        IpAddr::V6(_) => (Ipv6Addr::UNSPECIFIED.into(), 0),
+    }
 }
 
 fn settings_of_a_router(parent: &str, host_name: &str, address: IpAddr) -> Result<()> {

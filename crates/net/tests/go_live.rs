@@ -34,7 +34,7 @@ fn fail_over_with(
     let files: Vec<OpenFile> = images.iter().cloned().map(file).collect();
     // The lab takes its time to fail over.
     let open = move || {
-        GoLiveWatch::open(&files, &callers, SECONDS / 5).expect("open").expect("connections")
+        GoLiveWatch::open(&files, &callers, SECONDS / 5, false).expect("open").expect("connections")
     };
     let (restored, watch) = stage.fail_over_with(images, open);
     let watching = std::thread::spawn(move || watch.run(SECONDS).expect("watch"));

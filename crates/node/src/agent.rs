@@ -9,6 +9,7 @@ use anyhow::Context;
 use hotspare_cluster::{Action, Closed, Event};
 use hotspare_image::{NodeId, Position, Term};
 use hotspare_net::callers::Callers;
+use hotspare_net::gate::Gate;
 use hotspare_replica::heartbeat::{HeartKey, STACK_BYTES};
 use hotspare_replica::message::SwitchoverOffer;
 use hotspare_replica::{
@@ -49,6 +50,8 @@ pub enum Message {
     Heard(Instant),
     /// The operator wants the guest elsewhere.
     Switchover(Asker),
+    /// Output waits that no checkpoint covers.
+    OutputWaits,
 }
 
 /// Which of the streams this program has had with others. A newer one of the same peer replaces
@@ -161,6 +164,8 @@ pub struct Face {
     pub join: Option<SocketAddr>,
     /// Of a spare: when it may have its next ghost.
     pub back_off: BackOff,
+    /// Of a primary: where output is held, if it is.
+    pub gate: Option<Arc<Gate>>,
     /// Of a spare: connections of the guest, as the primary tells them.
     pub callers: Option<Callers>,
 }
@@ -221,6 +226,7 @@ impl Agent {
             listens: BTreeMap::new(),
             join: None,
             back_off: BackOff::default(),
+            gate: None,
             callers: None,
         };
         Ok(Self {

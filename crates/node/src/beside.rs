@@ -4,10 +4,12 @@
 //! It has an ordinary schedule: the guest's threads answer at the same time, and with more urgency
 //! it would keep them waiting where processors are few.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-use hotspare_image::Checkpoint;
+use hotspare_image::{Checkpoint, Epoch};
+use hotspare_net::gate::Gate;
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::capture::Objects;
 use hotspare_process::capture::objects::{ObjectCapture, Seen, StoppedProcesses};
@@ -84,15 +86,29 @@ impl Beside {
     }
 }
 
+/// What left the guest before its stop is to be told from what leaves later.
+pub struct GateCut {
+    pub gate: Arc<Gate>,
+    /// The checkpoint that covers it.
+    pub epoch: Epoch,
+    /// Output waits from here on.
+    pub close: bool,
+}
+
 /// The objects of one checkpoint.
 pub struct Taking<'a> {
     pub beside: &'a mut Beside,
     /// The guest is to be cut off before its objects are looked at.
     pub cut_off: Option<&'a mut ServiceNetwork>,
+    /// Where its packets pass.
+    pub gate: Option<GateCut>,
 }
 
 impl Objects for Taking<'_> {
     fn begin(&mut self, guest: &Guest) {
+        if let Some(cut) = &self.gate {
+            cut.gate.cut(cut.epoch, cut.close);
+        }
         if self.cut_off.is_none() {
             self.beside.begin(guest);
         }

@@ -1,6 +1,5 @@
 //! The command line.
 
-use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::mpsc::Receiver;
@@ -8,27 +7,24 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use hotspare_cluster::{Action, Config, Event, Node};
-use hotspare_image::Epoch;
 use hotspare_net::takeover::ServiceAddress;
 use hotspare_replica::{HostRole, Identity, Security};
 
 use crate::agent::Agent;
 use crate::brain::{self, Brain};
 use crate::control;
-use crate::door::Door;
 use crate::hooks::Hook;
 use crate::join::keep_joining;
 use crate::launch::{Launch, Network, launch, raise_descriptor_limit};
 use crate::link;
 use crate::mailbox::mailbox;
 use crate::manual::{self, help};
-use crate::patience::{Patience, Unheard};
+use crate::output;
 use crate::preflight;
 use crate::primary::Primary;
 use crate::report::Reporter;
-use crate::settings::{FileRule, Settings, answers_already};
+use crate::settings::{FileRule, Guarantee, Settings, answers_already};
 use crate::spare::Spare;
-use crate::switchover::Switchover;
 
 /// A hot spare for any Linux program.
 ///
@@ -88,6 +84,9 @@ enum Command {
         /// Time between checkpoints.
         #[arg(long, default_value = "100ms", value_parser = duration)]
         epoch: Duration,
+        /// What clients may notice; see `hotspare run --help`.
+        #[arg(long, value_enum, default_value_t)]
+        guarantee: Guarantee,
         /// Where the picture goes.
         #[arg(long, default_value = "hotspare-demo.svg")]
         picture: PathBuf,
@@ -153,7 +152,12 @@ struct RunArguments {
     /// The guest's address and prefix, as in 10.0.0.50/24; it moves with the guest.
     #[arg(long)]
     service_address: Option<ServiceAddress>,
-    /// Time between checkpoints.
+    /// What clients may notice of a failover. `timeline`: nothing is held back, and they may find
+    /// the guest up to one epoch in the past. `output-commit`: whatever leaves the guest waits some
+    /// milliseconds until a spare knows the state it came from, and connections go on.
+    #[arg(long, value_enum, default_value_t)]
+    guarantee: Guarantee,
+    /// Time between checkpoints; with `output-commit` the longest, since waiting output wants one.
     #[arg(long, default_value = "100ms", value_parser = duration)]
     epoch: Duration,
     /// `replicate:/PATH`: changes travel with the checkpoints. `shared:/PATH`: both hosts see the
@@ -238,9 +242,10 @@ pub fn run(cli: Cli) -> anyhow::Result<u8> {
         Command::Switchover { guest } => control::switchover(guest.as_deref()),
         Command::Completions { shell } => Ok(manual::completions(shell)),
         Command::Man { directory } => manual::pages(&directory),
-        Command::Demo { keys, epoch, picture } => {
+        Command::Demo { keys, epoch, guarantee, picture } => {
             let mut options = hotspare_torture::demo::DemoOptions::new(std::env::current_exe()?);
             (options.keys, options.epoch, options.picture) = (keys, epoch, picture);
+            options.output_commit = guarantee == Guarantee::OutputCommit;
             hotspare_torture::demo::run(&options, &mut std::io::stdout())?;
             Ok(0)
         }
@@ -301,7 +306,9 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         epoch: arguments.epoch,
         service: arguments.service_address,
         files: arguments.files.clone(),
+        guarantee: arguments.guarantee,
     };
+    settings.require_consistent()?;
     control::require_free_name(&settings.guest)?;
     if let Some(warning) = settings.service.and_then(answers_already) {
         agent.reporter.note(&warning);
@@ -319,6 +326,9 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     control::serve(&agent)?;
     let (mut maker, init) = launch(&how, &settings)?;
     maker.stop_and_copy = arguments.stop_and_copy;
+    if let Some(network) = &maker.network {
+        output::begin(&agent, network)?;
+    }
     think(&agent, events, common.silence, Node::first)?;
     if let Some(listener) = listener {
         agent.listen(listener)?;
@@ -326,26 +336,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     for address in &arguments.spare {
         link::keep_dialling(&agent, address)?;
     }
-    let primary = Primary {
-        agent,
-        inbox,
-        settings,
-        maker,
-        init,
-        hook,
-        door: Door::default(),
-        reach: BTreeMap::new(),
-        switchover: Switchover::default(),
-        since_takeover: None,
-        sent: BTreeMap::new(),
-        committed: Epoch(0),
-        told_refusal: String::new(),
-        patience: Patience::default(),
-        unheard: Unheard::default(),
-        told_late: false,
-        told_outrun: false,
-    };
-    primary.run()
+    Primary::new(agent, inbox, settings, maker, init, hook).run()
 }
 
 fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {

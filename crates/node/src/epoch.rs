@@ -23,7 +23,7 @@ use hotspare_replica::Sender;
 
 use self::hold_back::HeldBack;
 use crate::alike::{Alike, Told};
-use crate::beside::{Beside, Taking};
+use crate::beside::{Beside, GateCut, Taking};
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY, Outgoing, PIECE_BYTES, Piece};
 use crate::settings::Settings;
 
@@ -73,10 +73,14 @@ pub struct EpochMaker {
     /// Bytes sent to each spare when it last acknowledged a checkpoint.
     wire_bytes: BTreeMap<NodeId, u64>,
     alike: Alike,
+    /// Spares that have acknowledged a checkpoint, and so could take over.
+    able: BTreeSet<NodeId>,
     /// The guest's address.
     pub network: Option<ServiceNetwork>,
     /// How often the guest was let go again for the last checkpoint.
     tries: u32,
+    /// Pages of the last checkpoint.
+    pages: u64,
     /// The next checkpoint is the last one.
     hold: bool,
     open: Option<Open>,
@@ -156,8 +160,10 @@ impl EpochMaker {
             stop_and_copy: false,
             wire_bytes: BTreeMap::new(),
             alike: Alike::new(settings.rules()),
+            able: BTreeSet::new(),
             network: None,
             tries: 0,
+            pages: u64::MAX,
             hold: false,
             open: None,
         }
@@ -188,6 +194,7 @@ impl EpochMaker {
     /// A spare is gone; the way to it.
     pub fn leave(&mut self, node: NodeId) -> Option<Sender> {
         self.incomplete.remove(&node);
+        self.able.remove(&node);
         self.wire_bytes.remove(&node);
         self.spares.remove(&node).or_else(|| self.joining.remove(&node))
     }
@@ -268,6 +275,21 @@ impl EpochMaker {
         Some((open.pages, open.pages + self.guest.backlog_pages()))
     }
 
+    /// A spare has acknowledged a checkpoint.
+    pub fn acknowledged(&mut self, node: NodeId) {
+        if self.spares.contains_key(&node) {
+            self.able.insert(node);
+        }
+    }
+
+    /// Whether some spare has a checkpoint, or may get all of one: what leaves the guest then has
+    /// to wait.
+    pub fn can_be_replaced(&self) -> bool {
+        let whole = self.open.as_ref().is_some_and(|open| open.captured.is_some());
+        let may_have = |spare: &Sender| whole || spare.unacknowledged() > 0;
+        self.spares.iter().any(|(node, spare)| self.able.contains(node) || may_have(spare))
+    }
+
     /// Bytes sent to a spare since this was last asked.
     pub fn wire_bytes(&mut self, node: NodeId) -> u64 {
         let Some(spare) = self.spares.get(&node) else { return 0 };
@@ -332,6 +354,7 @@ impl EpochMaker {
                 ..
             }) => {
                 self.tries = tries.min(TRIES_MAX);
+                self.pages = pages;
                 let held_back = held_back.stood;
                 self.each_spare(|spare| spare.end(position));
                 self.epoch = position.epoch;
@@ -415,6 +438,12 @@ impl EpochMaker {
         if open.rounds >= ROUNDS {
             return Ok(false);
         }
+        let wanted = self.network.as_ref().and_then(ServiceNetwork::gate);
+        let is_wanted = wanted.is_some_and(|gate| gate.wanted().is_some());
+        if is_wanted && self.pages < REST_PAGES && self.incomplete.is_empty() && open.tries == 0 {
+            // Clients wait, and there is as little to copy as the last time.
+            return Ok(false);
+        }
         self.guest.scan()?;
         let found = self.guest.backlog_pages();
         let before = std::mem::replace(&mut open.found, found);
@@ -464,7 +493,8 @@ impl EpochMaker {
     fn take(&mut self) -> (ObjectResult<Option<Captured>>, Vec<(usize, ChangeSet)>) {
         let tries = self.open.as_ref().map_or(0, |open| open.tries.min(TRIES_MAX));
         let in_vain = self.open.as_ref().is_some_and(|open| open.held_back.in_vain());
-        let Self { guest, objects, directories, network, hold, .. } = self;
+        let epoch = self.epoch.next();
+        let Self { guest, objects, directories, network, hold, spares, .. } = self;
         let mut changes = Vec::new();
         let mut cut = || {
             for (index, directory) in directories.iter().enumerate() {
@@ -473,8 +503,11 @@ impl EpochMaker {
             }
             Ok(())
         };
-        let cut_off = network.as_mut().filter(|_| *hold);
-        let mut take = Taking { beside: objects, cut_off };
+        let gate = network.as_ref().and_then(ServiceNetwork::gate).cloned();
+        let gate_cut = gate.clone().map(|gate| GateCut { gate, epoch, close: !spares.is_empty() });
+        // A gate is as good: nothing enters, and what leaves later waits for ever.
+        let cut_off = network.as_mut().filter(|_| *hold && gate.is_none());
+        let mut take = Taking { beside: objects, cut_off, gate: gate_cut };
         let all = self.stop_and_copy;
         let mut rules = CheckpointRules { objects: &mut take, copy_all: all };
         let most = match all || in_vain {
@@ -484,6 +517,12 @@ impl EpochMaker {
         let urgent = Urgent::begin(PAUSE_PRIORITY);
         let captured = guest.checkpoint(most, &mut rules, &mut cut);
         drop(urgent);
+        match (&gate, &captured) {
+            (None, _) => {}
+            (Some(_), Ok(Some(_))) if guest.is_held() => {}
+            (Some(gate), Ok(Some(_))) => gate.let_in(),
+            (Some(gate), _) => gate.undo_cut(epoch),
+        }
         (captured, changes)
     }
 }

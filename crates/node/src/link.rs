@@ -83,6 +83,8 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     let how = loop {
         match replies.next() {
             Ok(Reply::Committed(committed)) => {
+                // First of all: clients wait for it.
+                agent.let_go(committed);
                 let position = committed.position();
                 agent.tell_of(node, stream, Event::SpareAcknowledged { node, position });
                 agent.owner.send(Message::Acknowledged(node, position));

@@ -19,6 +19,7 @@ mod look;
 mod mailbox;
 mod manual;
 mod outgoing;
+mod output;
 mod patience;
 mod preflight;
 mod primary;

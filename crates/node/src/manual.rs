@@ -22,6 +22,10 @@ Examples:
     hotspare run --spare beta:7070 --keys keys/ --name alpha --epoch 1s \\
         --files replicate:/srv/out -- /usr/local/bin/simulate /srv/out
 
+  Clients notice no failover, and wait some milliseconds for each reply:
+    hotspare run --guarantee output-commit --spare beta:7070 --keys keys/ --name alpha \\
+        --service-address 10.0.0.50/24 -- memcached -u nobody -l 10.0.0.50
+
   Spares may also dial in, also later:
     hotspare run --listen 0.0.0.0:7070 --keys keys/ --name alpha -- CMD
 

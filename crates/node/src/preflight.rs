@@ -48,6 +48,7 @@ impl CheckArguments {
             epoch: Duration::from_millis(100),
             service: self.service_address,
             files: self.files.clone(),
+            guarantee: crate::settings::Guarantee::default(),
         }
     }
 

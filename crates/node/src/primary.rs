@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use hotspare_cluster::{Action, DropCause, Event, FenceCause};
 use hotspare_image::{Epoch, NodeId, Position, Term};
+use hotspare_net::gate::GateStats;
 use hotspare_net::hook::HookEvent;
 use hotspare_process::init::Init;
 use hotspare_replica::message::SwitchoverOffer;
@@ -52,6 +53,8 @@ pub struct Primary {
     pub told_late: bool,
     /// It has been said that the guest writes faster than it is copied.
     pub told_outrun: bool,
+    /// When the next checkpoint may be tried, even if output waits.
+    pub earliest: Instant,
 }
 
 /// How a spare can be reached.
@@ -62,6 +65,37 @@ pub struct Reach {
 }
 
 impl Primary {
+    /// Of a guest that runs, without a spare yet.
+    pub fn new(
+        agent: Agent,
+        inbox: Inbox<Message>,
+        settings: Settings,
+        maker: EpochMaker,
+        init: Init,
+        hook: Hook,
+    ) -> Self {
+        Self {
+            agent,
+            inbox,
+            settings,
+            maker,
+            init,
+            hook,
+            door: Door::default(),
+            reach: BTreeMap::new(),
+            switchover: Switchover::default(),
+            since_takeover: None,
+            sent: BTreeMap::new(),
+            committed: Epoch(0),
+            told_refusal: String::new(),
+            patience: Patience::default(),
+            unheard: Unheard::default(),
+            told_late: false,
+            told_outrun: false,
+            earliest: Instant::now(),
+        }
+    }
+
     /// Runs until the guest has ended or this host must not run it any more. Returns the exit
     /// status.
     pub fn run(mut self) -> anyhow::Result<u8> {
@@ -71,7 +105,8 @@ impl Primary {
         }
         let mut next = Instant::now() + self.settings.epoch;
         loop {
-            let wait = next.saturating_duration_since(Instant::now());
+            self.open_gate_if_alone();
+            let wait = self.due(next).saturating_duration_since(Instant::now());
             self.maker.guest.pump(&[self.inbox.bell()], wait)?;
             for message in self.inbox.take() {
                 if matches!(
@@ -88,7 +123,7 @@ impl Primary {
             if !self.maker.guest.is_alive() {
                 return self.guest_ended();
             }
-            if Instant::now() < next {
+            if Instant::now() < self.due(next) {
                 continue;
             }
             next = Instant::now()
@@ -107,7 +142,11 @@ impl Primary {
             return self.settings.epoch;
         }
         match self.maker.attempt() {
-            Ok(Attempt::Later(obstacle)) => self.meet(&obstacle),
+            Ok(Attempt::Later(obstacle)) => {
+                let wait = self.meet(&obstacle);
+                self.earliest = Instant::now() + wait;
+                wait
+            }
             Ok(Attempt::Taken(taken)) => {
                 self.note_taken(&taken);
                 self.told_refusal.clear();
@@ -122,7 +161,7 @@ impl Primary {
                         .note(&format!("NOT PROTECTED at this time, the guest runs on: {text}"));
                     self.told_refusal = text;
                 }
-                self.settings.epoch
+                self.refused()
             }
         }
     }
@@ -156,6 +195,7 @@ impl Primary {
                 pages: taken.pages,
                 bytes: 0,
                 lag: 0,
+                output: GateStats::default(),
             },
         );
         {
@@ -198,7 +238,8 @@ impl Primary {
             | Message::Joined(_)
             | Message::Checkpoint(..)
             | Message::PrimaryOut(..)
-            | Message::GuestOver(_) => {}
+            | Message::GuestOver(_)
+            | Message::OutputWaits => {}
         }
         Ok(None)
     }
@@ -212,6 +253,7 @@ impl Primary {
     }
 
     fn acknowledged(&mut self, node: NodeId, position: Position) {
+        self.maker.acknowledged(node);
         let reporter = &self.agent.reporter;
         self.committed = self.committed.max(position.epoch);
         let ready = self.agent.face().ready;
@@ -226,6 +268,7 @@ impl Primary {
         for (at, mut line) in std::mem::replace(&mut self.sent, later) {
             line.lag = newest.saturating_sub(at.epoch.0);
             line.bytes = self.maker.wire_bytes(node);
+            line.output = self.maker.gate().map(|gate| gate.take_stats()).unwrap_or_default();
             reporter.epoch(&line);
         }
     }
@@ -256,6 +299,10 @@ impl Primary {
             }
             Action::FreezeGuest { to } => self.freeze(to),
             Action::OfferSwitchover { to, term, position } => {
+                if let Some(network) = self.maker.network.as_mut() {
+                    // What waited for the last checkpoint has left.
+                    network.withdraw().context("withdraw the service address")?;
+                }
                 if let Some(spare) = self.maker.spares.get(&to) {
                     let _ = spare.offer_switchover(SwitchoverOffer { term, position });
                 }
@@ -383,6 +430,10 @@ impl Primary {
         });
         self.answer_asker(Err("the guest has ended".into()));
         self.last_words();
+        if !killed && let Some(gate) = self.gate() {
+            // Nobody goes on with it: its last words are final.
+            gate.open();
+        }
         if killed && let Some(network) = self.maker.network.as_mut() {
             network.withdraw().context("withdraw the service address")?;
             let term = self.maker.term;

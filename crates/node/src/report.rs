@@ -5,6 +5,7 @@ use std::io::{IsTerminal, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotspare_net::gate::GateStats;
 use hotspare_process::capture::PauseParts;
 use serde_json::json;
 
@@ -130,6 +131,8 @@ pub struct EpochLine {
     pub bytes: u64,
     /// Checkpoints the slowest spare is behind.
     pub lag: u64,
+    /// Output that had waited for it.
+    pub output: GateStats,
 }
 
 impl Reporter {
@@ -203,6 +206,9 @@ impl Reporter {
                     "objects_us": us(parts.objects), "files_us": us(parts.files),
                     "resume_us": us(parts.resume), "stop_ns": epoch.stop_ns,
                     "pages": epoch.pages, "bytes": epoch.bytes, "lag": epoch.lag,
+                    "output_packets": epoch.output.released,
+                    "output_wait_us": us(epoch.output.mean()),
+                    "output_wait_max_us": us(epoch.output.waited_max),
                 })
                 .to_string(),
             );

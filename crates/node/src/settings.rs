@@ -40,6 +40,32 @@ impl std::fmt::Display for FileRule {
     }
 }
 
+/// What clients may notice of a failover.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Guarantee {
+    /// Nothing is held; clients may find the guest up to one epoch in the past.
+    #[default]
+    Timeline,
+    /// Output waits until a spare has the state that it came from; connections go on.
+    OutputCommit,
+}
+
+impl Guarantee {
+    /// Whether nobody has seen more than the last checkpoint says: all output has waited for it.
+    pub fn is_exact(self) -> bool {
+        self == Guarantee::OutputCommit
+    }
+}
+
+impl std::fmt::Display for Guarantee {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Guarantee::Timeline => "timeline",
+            Guarantee::OutputCommit => "output-commit",
+        })
+    }
+}
+
 /// Settings of a guest, equal on all its hosts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
@@ -51,6 +77,8 @@ pub struct Settings {
     pub service: Option<ServiceAddress>,
     /// `--files`.
     pub files: Vec<FileRule>,
+    /// `--guarantee`.
+    pub guarantee: Guarantee,
 }
 
 impl Settings {
@@ -62,6 +90,9 @@ impl Settings {
         ];
         pairs.extend(self.service.map(|service| ("service".to_owned(), service.to_string())));
         pairs.extend(self.files.iter().map(|rule| ("files".to_owned(), rule.to_string())));
+        if self.guarantee != Guarantee::default() {
+            pairs.push(("guarantee".to_owned(), self.guarantee.to_string()));
+        }
         pairs
     }
 
@@ -72,6 +103,7 @@ impl Settings {
             epoch: Duration::from_millis(100),
             service: None,
             files: Vec::new(),
+            guarantee: Guarantee::default(),
         };
         for (name, value) in pairs {
             match name.as_str() {
@@ -79,10 +111,25 @@ impl Settings {
                 "epoch-us" => settings.epoch = Duration::from_micros(value.parse()?),
                 "service" => settings.service = Some(value.parse()?),
                 "files" => settings.files.push(value.parse()?),
+                "guarantee" => {
+                    let parsed = <Guarantee as clap::ValueEnum>::from_str(value, false);
+                    settings.guarantee = parsed.map_err(anyhow::Error::msg)?;
+                }
                 other => bail!("the primary has a setting {other:?} that this version lacks"),
             }
         }
         Ok(settings)
+    }
+
+    /// Whether these settings make sense together.
+    pub fn require_consistent(&self) -> anyhow::Result<()> {
+        if self.guarantee == Guarantee::OutputCommit && self.service.is_none() {
+            bail!(
+                "--guarantee output-commit holds the packets of a service, and there is none: give \
+                 --service-address, or leave the guarantee at timeline"
+            );
+        }
+        Ok(())
     }
 
     /// Standing of the guest's paths.
@@ -101,10 +148,22 @@ impl Settings {
 }
 
 /// How this host reaches the service's clients: a bridge, or the interface that has an address in
-/// the service's network.
-pub fn uplink(bridge: Option<&str>, service: ServiceAddress) -> anyhow::Result<Uplink> {
+/// the service's network. Where output is held, through the agent in either case.
+pub fn uplink(
+    bridge: Option<&str>,
+    service: ServiceAddress,
+    guarantee: Guarantee,
+) -> anyhow::Result<Uplink> {
+    let through = |parent| match guarantee {
+        Guarantee::Timeline => Uplink::Routed { parent },
+        Guarantee::OutputCommit => Uplink::Gated { parent },
+    };
     if let Some(name) = bridge {
-        return Ok(Uplink::Bridge { name: name.to_owned(), gateway: None });
+        let name = name.to_owned();
+        return Ok(match guarantee {
+            Guarantee::Timeline => Uplink::Bridge { name, gateway: None },
+            Guarantee::OutputCommit => through(name),
+        });
     }
     for interface in nix::ifaddrs::getifaddrs()? {
         let Some(address) = interface.address else { continue };
@@ -113,7 +172,7 @@ pub fn uplink(bridge: Option<&str>, service: ServiceAddress) -> anyhow::Result<U
             .map(|v4| std::net::IpAddr::V4(v4.ip()))
             .or(address.as_sockaddr_in6().map(|v6| std::net::IpAddr::V6(v6.ip())));
         if found.is_some_and(|found| same_network(found, service)) {
-            return Ok(Uplink::Routed { parent: interface.interface_name });
+            return Ok(through(interface.interface_name));
         }
     }
     bail!(
@@ -195,6 +254,7 @@ mod tests {
             epoch: Duration::from_millis(50),
             service: Some("10.0.0.5/24".parse().expect("an address")),
             files: vec!["replicate:/data".parse().expect("a rule")],
+            guarantee: Guarantee::OutputCommit,
         };
         assert_eq!(Settings::from_pairs(&settings.to_pairs()).expect("reads"), settings);
     }

@@ -282,7 +282,8 @@ impl Spare {
             Message::SpareIn(_)
             | Message::Acknowledged(..)
             | Message::SpareOut(..)
-            | Message::SwitchoverRefused(..) => {}
+            | Message::SwitchoverRefused(..)
+            | Message::OutputWaits => {}
         }
         Ok(None)
     }
@@ -443,7 +444,7 @@ impl Held {
         let ghost = Ghost::new(config)?;
         let network = match settings.service {
             Some(service) => {
-                let uplink = crate::settings::uplink(bridge, service)?;
+                let uplink = crate::settings::uplink(bridge, service, settings.guarantee)?;
                 let net = std::os::fd::AsFd::as_fd(&ghost.namespaces().net);
                 Some(ServiceNetwork::prepare(net, service, uplink)?)
             }

@@ -167,6 +167,9 @@ impl Primary {
         if self.maker.guest.is_held() {
             self.maker.guest.thaw()?;
         }
+        if let Some(gate) = self.gate() {
+            gate.let_in();
+        }
         if let Some((since, _)) = self.switchover.frozen.take() {
             let stall = since.elapsed();
             self.agent.reporter.note(&format!(

@@ -1,13 +1,12 @@
 //! A spare becomes the primary.
 
-use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use hotspare_cluster::Event;
+use hotspare_image::Checkpoint;
 use hotspare_image::tree::GuestPid;
-use hotspare_image::{Checkpoint, Epoch};
 use hotspare_kernel::HostPid;
 use hotspare_net::callers::Callers;
 use hotspare_net::go_live::GoLiveWatch;
@@ -20,13 +19,12 @@ use hotspare_process::objects::socket::{self, SocketCapture};
 use hotspare_replica::HostRole;
 
 use crate::agent::Agent;
-use crate::door::Door;
 use crate::epoch::EpochMaker;
 use crate::launch::outside;
+use crate::output;
 use crate::primary::Primary;
 use crate::report::Failover;
 use crate::spare::{Decision, Held, Spare};
-use crate::switchover::Switchover;
 
 /// How long connections are watched for peers that have moved past the checkpoint.
 const WATCH: Duration = Duration::from_secs(15);
@@ -67,15 +65,18 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         directory.promote().context("take the replicated directory over")?;
     }
     let outage = detect + apply + held.settings.epoch;
+    lengthen_flights(&held, true)?;
     let (restored, watch) = restore_files(&held, &image, &spare.agent, outage)?;
     let finalised = held.ghost.finalise(&restored.files, &restored.steps)?;
     let finalise = began.elapsed();
     if let Some(network) = held.network.as_mut() {
         network.announce().context("announce the service address")?;
+        output::begin(&spare.agent, network)?;
     }
     let live = || socket::go_live(&image.files, &restored.files);
     held.ghost.namespaces().run(live).context("enter the ghost")??;
     drop(restored.files);
+    lengthen_flights(&held, false)?;
     let sockets = SocketCapture::open(held.ghost.namespaces().net.as_fd())?;
     let queues = IpcCapture::open(held.ghost.namespaces().ipc.as_fd().try_clone_to_owned()?)?;
     // The guest has the directories mounted by now.
@@ -106,25 +107,17 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     let mut maker = EpochMaker::new(guest, &settings, outside()?, sockets, queues);
     (maker.offsets, maker.directories, maker.names) = (offsets, directories, image.names);
     (maker.term, maker.epoch, maker.network) = (term, epoch, network);
-    Ok(Primary {
-        agent: spare.agent,
-        inbox: spare.inbox,
-        settings,
-        maker,
-        init: released.init,
-        hook: spare.hook,
-        door: Door::default(),
-        reach: BTreeMap::new(),
-        switchover: Switchover::default(),
-        since_takeover: Some(Instant::now()),
-        sent: BTreeMap::new(),
-        committed: Epoch(0),
-        told_refusal: String::new(),
-        patience: crate::patience::Patience::default(),
-        unheard: crate::patience::Unheard::default(),
-        told_late: false,
-        told_outrun: false,
-    })
+    let mut primary =
+        Primary::new(spare.agent, spare.inbox, settings, maker, released.init, spare.hook);
+    primary.since_takeover = Some(Instant::now());
+    Ok(primary)
+}
+
+/// What was sent and may not have arrived is sent again at once, however much it is.
+fn lengthen_flights(held: &Held, lengthen: bool) -> anyhow::Result<()> {
+    let Some(network) = &held.network else { return Ok(()) };
+    let net = held.ghost.namespaces().net.as_fd();
+    network.lengthen_flights(net, lengthen).context("prepare the guest's route")
 }
 
 fn restore_files(
@@ -140,7 +133,8 @@ fn restore_files(
         age_ms: outage.as_millis() as u32,
     };
     let callers: Vec<_> = agent.face().callers.iter().flat_map(Callers::open).collect();
-    let watch = || GoLiveWatch::open(&image.files, &callers, outage);
+    let exact = held.settings.guarantee.is_exact();
+    let watch = || GoLiveWatch::open(&image.files, &callers, outage, exact);
     let watch = held.ghost.namespaces().run(watch).context("enter the ghost")??;
     Ok((held.ghost.restore_files(&world)?, watch))
 }

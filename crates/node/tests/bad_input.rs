@@ -99,6 +99,10 @@ fn wrong_arguments_are_told_with_the_right_ones() {
     let check = hotspare(&["check", "--no-such"]);
     assert_eq!(check.status.code(), Some(1), "2 would mean obstacles");
     assert!(hotspare(&["run", "--help"]).status.success());
+    fails(
+        &["run", "--guarantee", "output-commit", "--", "true"],
+        &["output-commit", "--service-address"],
+    );
 }
 
 #[test]

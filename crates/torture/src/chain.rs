@@ -1,5 +1,6 @@
 //! A Redis that changes hosts: what scenes with several changes of primary have in common.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
@@ -46,9 +47,14 @@ impl Scene {
 
     /// Starts the Redis on host 0 with spares on `spares`; returns when it serves.
     pub fn run(&self, spares: &[usize]) -> Process {
+        self.run_at((SERVICE_V4, PORT).into(), spares)
+    }
+
+    /// As [`Scene::run`], and it serves at `server`.
+    pub fn run_at(&self, server: SocketAddr, spares: &[usize]) -> Process {
         let spares: Vec<&Host> = spares.iter().map(|index| &**self.host(*index)).collect();
         let primary = self.engine.run(self.host(0), &spares, &redis()).expect("start");
-        self.serves();
+        wait_for_service(self.lab.client(), server, HANG).expect("the Redis serves");
         primary
     }
 
@@ -59,7 +65,7 @@ impl Scene {
     }
 
     /// Starts a spare that dials `primary`, and listens wherever it likes.
-    pub fn joining_spare(&self, host: usize, primary: std::net::SocketAddr) -> Process {
+    pub fn joining_spare(&self, host: usize, primary: SocketAddr) -> Process {
         let mut command = Command::new(&self.engine.binary);
         command.args(["spare", "--json", "--insecure", "--join", &primary.to_string()]);
         self.host(host).spawn(&mut command).expect("start a spare")
@@ -110,6 +116,17 @@ impl Scene {
                 }
             }
         })
+    }
+}
+
+/// Waits until so many spares of the primary on host 0 could take over. Panics if that takes too
+/// long.
+pub fn await_ready(scene: &Scene, primary: &Process, wanted: u64) {
+    let deadline = Instant::now() + HANG;
+    while Engine::status(scene.host(0), &scene.engine.binary, "ready") != Some(wanted) {
+        let late = Instant::now() > deadline;
+        assert!(!late, "{wanted} spares ready:\n{}", primary.said());
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

@@ -35,6 +35,8 @@ pub struct DemoOptions {
     pub epoch: Duration,
     /// Decides the instant of the kill.
     pub seed: u64,
+    /// `--guarantee output-commit`: no connection may break, no write be lost.
+    pub output_commit: bool,
 }
 
 impl DemoOptions {
@@ -47,6 +49,7 @@ impl DemoOptions {
             rate_per_s: 2000.0,
             epoch: Duration::from_millis(100),
             seed: Instant::now().0,
+            output_commit: false,
         }
     }
 }
@@ -102,10 +105,26 @@ pub fn run(options: &DemoOptions, out: &mut dyn Write) -> Result<DemoResult, Dem
     draw(options, &result)?;
     tell(out, &format!("\nReplies over time: {}", options.picture.display()));
     let mut wrongs = result.verdict.wrongs.clone();
+    if options.output_commit {
+        wrongs.extend(noticed(&result));
+    }
     if result.outage.is_none() {
         wrongs.push("no reply after the death".to_owned());
     }
     if wrongs.is_empty() { Ok(result) } else { Err(DemoError::Wrong(wrongs)) }
+}
+
+/// What clients have noticed that they should not, where output is held.
+fn noticed(result: &DemoResult) -> Vec<String> {
+    let failed = result.replies.iter().filter(|reply| reply.outcome != Outcome::Good).count();
+    let lost = result.verdict.lost.len();
+    let each = [
+        (result.reconnects, "connections broke"),
+        (failed as u64, "requests had no good reply"),
+        (lost as u64, "acknowledged writes were lost"),
+    ];
+    let some = each.iter().filter(|(count, _)| *count > 0);
+    some.map(|(count, what)| format!("{count} {what}")).collect()
 }
 
 fn play(options: &DemoOptions, out: &mut dyn Write) -> Result<DemoResult, DemoError> {
@@ -115,12 +134,17 @@ fn play(options: &DemoOptions, out: &mut dyn Write) -> Result<DemoResult, DemoEr
     let lab = Lab::new(2)?;
     let service_cidr = Some(SERVICE_CIDR.to_owned());
     let binary = options.hotspare.clone();
-    let engine =
-        Engine { binary, epoch: options.epoch, service_cidr, replicated: vec![], more: vec![] };
+    let guarantee = if options.output_commit { "output-commit" } else { "timeline" };
+    let more = vec!["--guarantee".to_owned(), guarantee.to_owned()];
+    let engine = Engine { binary, epoch: options.epoch, service_cidr, replicated: vec![], more };
     let spare = engine.spare(lab.host(1))?;
     let primary = engine.run(lab.host(0), &[lab.host(1)], &redis())?;
 
-    let pace = Pace { rate_per_s: options.rate_per_s, lanes: 8, ..Pace::default() };
+    let mut pace = Pace { rate_per_s: options.rate_per_s, lanes: 8, ..Pace::default() };
+    if options.output_commit {
+        // Nobody connects anew: connections have to go on.
+        pace.reply_at_most = HANG;
+    }
     let plan = StorePlan {
         protocol: Protocol::Redis,
         keys: options.keys,

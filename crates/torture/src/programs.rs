@@ -104,7 +104,7 @@ pub struct Ending<'a> {
     pub process: &'a Process,
     /// True if the program has changed hosts.
     pub moved: bool,
-    /// When the primary was killed, if it was.
+    /// When the primary was killed, if it was and clients may notice that.
     pub death: Option<Instant>,
     /// What the program had done by then must have survived, as far as is known.
     pub covered: Option<Instant>,
@@ -183,8 +183,27 @@ impl std::fmt::Display for Run {
 pub enum Change {
     /// Its host dies. What it did since the last checkpoint may be lost.
     Death,
+    /// Its host dies, and all output had waited for the spare. Nothing that a client knows is
+    /// lost, no connection breaks.
+    UnnoticedDeath,
     /// `hotspare switchover`. Nothing is lost, no connection breaks.
     Planned,
+}
+
+impl Change {
+    /// Whether clients may have to connect anew, and find the past.
+    fn is_noticed(self) -> bool {
+        self == Change::Death
+    }
+
+    /// What `hotspare run` needs to be told for it.
+    fn arguments(self) -> Vec<String> {
+        let words: &[&str] = match self {
+            Change::UnnoticedDeath => &["--guarantee", "output-commit"],
+            Change::Death | Change::Planned => &[],
+        };
+        words.iter().map(|word| (*word).to_owned()).collect()
+    }
 }
 
 /// Commands that a program needs and this machine lacks.
@@ -211,8 +230,8 @@ fn stage(program: &Program, seed: u64, change: Option<Change>) -> Result<Stage, 
         .map_err(|source| LabError::Io { doing: format!("empty {}", work.display()), source })?;
     let service = (SERVICE_V4, program.port).into();
     let mut pace = Pace::default();
-    if change == Some(Change::Planned) {
-        // Who is moved as planned only waits; a slow machine is no broken promise.
+    if change.is_some_and(|change| !change.is_noticed()) {
+        // Clients only wait; a slow machine is no broken promise.
         pace.reply_at_most = HANG;
     }
     Ok(Stage { lab, service, seed, pace, command: program.command.clone() })
@@ -258,7 +277,8 @@ pub fn run_with_change(
         let replicated = program.writes.then(|| WORK_DIR.to_owned()).into_iter().collect();
         let service_cidr = Some(SERVICE_CIDR.to_owned());
         let binary = binary.clone();
-        let engine = Engine { binary, epoch, service_cidr, replicated, more: vec![] };
+        let more = change.arguments();
+        let engine = Engine { binary, epoch, service_cidr, replicated, more };
         if let Some(run) = change_once(program, seed, &stage, &engine, (change, hurry))? {
             return Ok(run);
         }
@@ -314,6 +334,7 @@ fn change_once(
     if committed.last().is_some_and(|last| last > failover.epoch) {
         wrongs.push(format!("{committed:?}, but it went on from epoch {}", failover.epoch));
     }
+    let death = death.filter(|_| change.is_noticed());
     let covered = death.and_then(|_| committed.covers(failover.epoch));
     let (host, moved) = (spare_host, true);
     let ending = Ending { host, process: &spare, moved, death, covered, client, service };
@@ -333,7 +354,7 @@ fn change_host(
 ) -> Result<(Instant, Option<Instant>, Vec<String>), LabError> {
     let host = stage.lab.host(0);
     match change {
-        Change::Death => {
+        Change::Death | Change::UnnoticedDeath => {
             let death = host.kill()?;
             Ok((death, Some(death), Vec::new()))
         }

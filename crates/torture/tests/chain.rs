@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use hotspare_torture::chain::{
-    Scene, descendants, protected_times, says, settle, signal_redis, takeovers,
+    Scene, await_ready, descendants, protected_times, says, settle, signal_redis, takeovers,
 };
 use hotspare_torture::lab::{Line, Process};
 use hotspare_torture::programs::{Change, by_name, run_with_change};
@@ -24,16 +24,6 @@ fn heir<'a>(spares: &[&'a Process]) -> &'a Process {
         let words: Vec<String> = spares.iter().map(|spare| spare.said()).collect();
         assert!(hotspare_torture::clock::Instant::now() < deadline, "no heir:\n{words:?}");
         std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-/// Waits until so many spares of the primary on host 0 could take over.
-fn await_ready(scene: &Scene, primary: &Process, wanted: u64) {
-    let deadline = hotspare_torture::clock::Instant::now() + HANG;
-    while Engine::status(scene.host(0), &scene.engine.binary, "ready") != Some(wanted) {
-        let late = hotspare_torture::clock::Instant::now() > deadline;
-        assert!(!late, "{wanted} spares ready:\n{}", primary.said());
-        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

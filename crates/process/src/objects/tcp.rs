@@ -456,7 +456,7 @@ fn connected(image: &TcpSocket, connection: &TcpConnection, age_ms: u32) -> Obje
     let (changed_at, told_at) = (numbers.receive, numbers.receive);
     let window = RepairWindow { changed_at, send, send_max, receive, told_at };
     repair.set_window(window).map_err(ObjectError::kernel(what()))?;
-    if !connection.resends_at_once() {
+    if !connection.resends_at_once(tcp::info(borrowed)?.congestion_window) {
         fill_sent(&repair, borrowed, &connection.sent)?;
     }
     repair.select(Queue::None)?;
@@ -539,8 +539,9 @@ pub fn go_live(image: &TcpSocket, fd: BorrowedFd<'_>) -> ObjectResult<()> {
     if !outgoing.is_empty() {
         make_room(fd, outgoing.len())?;
     }
+    let first_flight = tcp::info(fd)?.congestion_window;
+    let as_sent = if connection.resends_at_once(first_flight) { 0 } else { connection.sent.len() };
     Repair::resume(fd).go_live()?;
-    let as_sent = if connection.resends_at_once() { 0 } else { connection.sent.len() };
     let mut rest = &outgoing[as_sent..];
     while !rest.is_empty() {
         let taken = socket::send(fd, rest, libc::MSG_DONTWAIT);

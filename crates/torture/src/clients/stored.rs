@@ -380,7 +380,7 @@ fn check_one_instant(
     let Some(first_lost) = verdict.lost.first().copied() else { return };
     let Some(death) = death else {
         let count = verdict.lost.len();
-        verdict.wrongs.push(format!("{count} writes are gone though nobody was killed"));
+        verdict.wrongs.push(format!("{count} acknowledged writes are gone"));
         return;
     };
     let survives = |write: &&Write| {

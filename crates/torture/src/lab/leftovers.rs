@@ -54,7 +54,8 @@ pub(super) fn sweep() -> Result<(), LabError> {
 
 /// Files of a cgroup that were opened before somebody else removed it answer ENODEV.
 fn is_of_one_removed(error: &LabError) -> bool {
-    matches!(error, LabError::Io { source, .. } if source.raw_os_error() == Some(Errno::ENODEV as i32))
+    let LabError::Io { source, .. } = error else { return false };
+    source.raw_os_error() == Some(Errno::ENODEV as i32)
 }
 
 /// The entries of `parent` that belong to a process that is no more.

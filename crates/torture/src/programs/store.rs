@@ -68,7 +68,7 @@ impl Watch for StoreWatch {
                 .push(format!("a write acknowledged {early:.1} ms before the checkpoint is lost"));
         }
         if ending.death.is_none() && reconnects > 0 {
-            wrongs.push(format!("{reconnects} connections broke though nobody was killed"));
+            wrongs.push(format!("{reconnects} connections broke, which no client should see"));
         }
         Ok(Findings { facts, wrongs })
     }

@@ -49,7 +49,7 @@ impl Watch for WebWatch {
             wrongs.push("a lane got no reply in the end".to_owned());
         }
         if ending.death.is_none() && reconnects > 0 {
-            wrongs.push(format!("{reconnects} connections broke though nobody was killed"));
+            wrongs.push(format!("{reconnects} connections broke, which no client should see"));
         }
         Ok(Findings { facts: vec![format!("{good} bodies, {reconnects} reconnects")], wrongs })
     }

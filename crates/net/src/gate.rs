@@ -1,0 +1,426 @@
+//! The output gate: what leaves the guest waits until a spare knows the state that it came from.
+//!
+//! ```text
+//!   guest namespace │ agent                            │ host
+//!   eth0 (TUN) ─────┼─▶ of epoch n ─▶ n is committed ──┼─▶ hsXXXXXX (TUN) ─▶ route, proxy ARP
+//!   eth0       ◀────┼──────────────────────────────────┼── hsXXXXXX
+//! ```
+//!
+//! Every packet waits, acknowledgements of TCP too: a client that has an acknowledgement forgets
+//! what it sent, so the spare must have that by then (Remus, Cully et al., NSDI 2008, 2.4; NiLiCon
+//! the same). Between the stop of the guest and the end of its capture nothing enters, or sockets
+//! would change while they are read.
+//!
+//! The gate fails closed: both interfaces are this program's, and without it packets go nowhere.
+//! Neither does the guest's kernel reset a connection of which nobody reads the packets any more.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::AsFd;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hotspare_image::Epoch;
+use hotspare_kernel::segment::{Segment, flag, source};
+use hotspare_kernel::tun::{HEADER_BYTES, PACKET_BYTES_MAX, Tun};
+use hotspare_replica::Committed;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+/// So many bytes wait at most; then the guest's interface is left full, and its kernel drops
+/// packets, as it would before a slow link.
+const WAITING_BYTES_MAX: usize = 64 << 20;
+/// Packets that are passed on at once, while somebody who wants the gate has to wait.
+const BATCH: usize = 32;
+/// How long an acknowledgement without data may wait for other reasons for a checkpoint: its
+/// receiver has a window of data to send before it needs it.
+const ACKNOWLEDGEMENT_PATIENCE: Duration = Duration::from_millis(4);
+/// After an error that may stay.
+const AFTER_ERROR: Duration = Duration::from_millis(10);
+
+/// What the gate has done since it was last asked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GateStats {
+    /// Packets that were held and let go.
+    pub released: u64,
+    /// How long the packets of all checkpoints waited, together.
+    pub waited: Duration,
+    /// The longest of these waits.
+    pub waited_max: Duration,
+    /// Bytes that wait now.
+    pub waiting_bytes: usize,
+}
+
+impl GateStats {
+    /// How long a packet waited, on average.
+    pub fn mean(&self) -> Duration {
+        self.waited / u32::try_from(self.released.max(1)).unwrap_or(u32::MAX)
+    }
+}
+
+/// The way of all packets between the guest and the world.
+#[derive(Debug)]
+pub struct Gate {
+    service: IpAddr,
+    guest: Tun,
+    world: Tun,
+    hold: Mutex<Hold>,
+    bell: EventFd,
+}
+
+/// What waits, and for what.
+#[derive(Debug, Default)]
+struct Hold {
+    /// What leaves the guest now is covered by this checkpoint.
+    epoch: Epoch,
+    waiting: VecDeque<Waiting>,
+    bytes: usize,
+    /// Output waits; otherwise nobody could take over, and it leaves at once.
+    is_closed: bool,
+    /// Nothing enters the guest.
+    is_shut: bool,
+    is_over: bool,
+    /// When those that no checkpoint covers yet want one.
+    wanted: Option<Instant>,
+    stats: GateStats,
+    buffer: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    epoch: Epoch,
+    since: Instant,
+    packet: Box<[u8]>,
+}
+
+impl Hold {
+    fn add(&mut self, packet: &[u8], now: Instant) {
+        let wanted = now + patience(packet);
+        self.wanted = Some(self.wanted.map_or(wanted, |before| before.min(wanted)));
+        self.bytes += packet.len();
+        let (epoch, packet) = (self.epoch, packet.into());
+        self.waiting.push_back(Waiting { epoch, since: now, packet });
+    }
+
+    /// From now on packets belong to the checkpoint after this one.
+    fn cut(&mut self, epoch: Epoch) {
+        self.epoch = epoch.next();
+        self.wanted = None;
+    }
+
+    /// There is no checkpoint of this epoch yet after all.
+    fn undo_cut(&mut self, epoch: Epoch, now: Instant) {
+        self.epoch = epoch;
+        for waiting in self.waiting.iter_mut().rev() {
+            if waiting.epoch <= epoch {
+                break;
+            }
+            waiting.epoch = epoch;
+        }
+        if !self.waiting.is_empty() {
+            self.wanted = Some(now);
+        }
+    }
+
+    /// The next packet that may leave when everything up to `committed` is safe.
+    fn next(&mut self, committed: Epoch, now: Instant) -> Option<Box<[u8]>> {
+        let first = self.waiting.pop_front_if(|first| first.epoch <= committed)?;
+        self.bytes -= first.packet.len();
+        let waited = now.saturating_duration_since(first.since);
+        self.stats.released += 1;
+        self.stats.waited += waited;
+        self.stats.waited_max = self.stats.waited_max.max(waited);
+        Some(first.packet)
+    }
+}
+
+/// How long a packet, with its header, can do without a checkpoint of its own.
+fn patience(packet: &[u8]) -> Duration {
+    let segment = packet.get(HEADER_BYTES..).and_then(Segment::from_packet);
+    let says_something = |segment: &Segment| {
+        segment.payload_bytes > 0 || segment.flags & (flag::SYN | flag::FIN | flag::RST) != 0
+    };
+    match segment {
+        Some(segment) if !says_something(&segment) => ACKNOWLEDGEMENT_PATIENCE,
+        _ => Duration::ZERO,
+    }
+}
+
+impl Gate {
+    /// A gate between the guest's interface and the host's; open, and nothing passes before
+    /// [`Gate::run`] runs. Only packets from `service` ever leave.
+    pub fn new(service: IpAddr, guest: Tun, world: Tun) -> io::Result<Self> {
+        let bell = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let hold = Hold { buffer: vec![0; PACKET_BYTES_MAX], ..Hold::default() };
+        Ok(Self { service, guest, world, hold: Mutex::new(hold), bell })
+    }
+
+    fn hold(&self) -> MutexGuard<'_, Hold> {
+        self.hold.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ring(&self) {
+        // Full means that it has rung.
+        let _ = self.bell.write(1);
+    }
+
+    /// Passes packets until [`Gate::end`]. `wake` is called when [`Gate::wanted`] has become
+    /// earlier.
+    pub fn run(&self, wake: impl Fn()) {
+        loop {
+            let (reads_guest, reads_world) = {
+                let hold = self.hold();
+                if hold.is_over {
+                    return;
+                }
+                (hold.bytes < WAITING_BYTES_MAX, !hold.is_shut)
+            };
+            let mut polled = vec![PollFd::new(self.bell.as_fd(), PollFlags::POLLIN)];
+            if reads_guest {
+                polled.push(PollFd::new(self.guest.as_fd(), PollFlags::POLLIN));
+            }
+            if reads_world {
+                polled.push(PollFd::new(self.world.as_fd(), PollFlags::POLLIN));
+            }
+            if poll(&mut polled, PollTimeout::NONE).is_err() {
+                continue;
+            }
+            let _ = self.bell.read();
+            let mut hold = self.hold();
+            let before = hold.wanted;
+            let out = self.pass_out(&mut hold);
+            let wanted = hold.wanted.is_some_and(|now| before.is_none_or(|before| now < before));
+            drop(hold);
+            if wanted {
+                wake();
+            }
+            if out.and_then(|()| self.pass_in()).is_err() {
+                std::thread::sleep(AFTER_ERROR);
+            }
+        }
+    }
+
+    /// Takes what has left the guest, and lets it go if nothing is held.
+    fn pass_out(&self, hold: &mut Hold) -> hotspare_kernel::Result<()> {
+        let mut buffer = std::mem::take(&mut hold.buffer);
+        let mut taken = Ok(());
+        for _ in 0..BATCH {
+            if hold.bytes >= WAITING_BYTES_MAX {
+                break;
+            }
+            let length = match self.guest.read(&mut buffer) {
+                Ok(Some(length)) => length,
+                Ok(None) => break,
+                Err(error) => {
+                    taken = Err(error);
+                    break;
+                }
+            };
+            let packet = &buffer[..length];
+            if packet.get(HEADER_BYTES..).and_then(source) != Some(self.service) {
+                continue;
+            }
+            if hold.is_closed {
+                hold.add(packet, Instant::now());
+            } else {
+                self.let_go(packet);
+            }
+        }
+        hold.buffer = buffer;
+        taken
+    }
+
+    fn pass_in(&self) -> hotspare_kernel::Result<()> {
+        let mut hold = self.hold();
+        let mut buffer = std::mem::take(&mut hold.buffer);
+        let mut taken = Ok(());
+        for _ in 0..BATCH {
+            if hold.is_shut {
+                break;
+            }
+            match self.world.read(&mut buffer) {
+                Ok(Some(length)) => lost_if_failed(self.guest.write(&buffer[..length])),
+                Ok(None) => break,
+                Err(error) => {
+                    taken = Err(error);
+                    break;
+                }
+            }
+        }
+        hold.buffer = buffer;
+        taken
+    }
+
+    fn let_go(&self, packet: &[u8]) {
+        lost_if_failed(self.world.write(packet));
+    }
+
+    /// The guest stands still for checkpoint `epoch`: what has left it so far belongs to that, what
+    /// leaves later to the next. Nothing enters it until [`Gate::let_in`]. With `close`, output
+    /// waits from here on, since whoever has this checkpoint can take over.
+    pub fn cut(&self, epoch: Epoch, close: bool) {
+        let mut hold = self.hold();
+        hold.is_shut = true;
+        // The last of them may have to wait for the next checkpoint, if there are very many.
+        if let Err(error) = self.pass_out(&mut hold) {
+            tracing::debug!(%error, "what left the guest could not be read");
+        }
+        hold.is_closed |= close;
+        hold.cut(epoch);
+    }
+
+    /// There is no checkpoint `epoch` yet: the guest goes on, and is to be stopped again.
+    pub fn undo_cut(&self, epoch: Epoch) {
+        self.hold().undo_cut(epoch, Instant::now());
+        self.let_in();
+    }
+
+    /// The guest goes on: packets enter it again.
+    pub fn let_in(&self) {
+        self.hold().is_shut = false;
+        self.ring();
+    }
+
+    /// A spare has everything up to a checkpoint: its output leaves.
+    pub fn commit(&self, proof: Committed) {
+        self.release(proof.position().epoch);
+    }
+
+    fn release(&self, committed: Epoch) {
+        let mut hold = self.hold();
+        let was_full = hold.bytes >= WAITING_BYTES_MAX;
+        let now = Instant::now();
+        while let Some(packet) = hold.next(committed, now) {
+            self.let_go(&packet);
+        }
+        if was_full {
+            self.ring();
+        }
+    }
+
+    /// Nobody could take over: everything leaves, at once from now on.
+    pub fn open(&self) {
+        let mut hold = self.hold();
+        hold.is_closed = false;
+        drop(hold);
+        self.release(Epoch(u64::MAX));
+        let mut hold = self.hold();
+        hold.wanted = None;
+        if let Err(error) = self.pass_out(&mut hold) {
+            tracing::debug!(%error, "what left the guest could not be read");
+        }
+    }
+
+    /// Whether output is held.
+    pub fn is_closed(&self) -> bool {
+        self.hold().is_closed
+    }
+
+    /// Since when, or from when on, output waits that no checkpoint covers.
+    pub fn wanted(&self) -> Option<Instant> {
+        self.hold().wanted
+    }
+
+    /// What it has done since this was last asked.
+    pub fn take_stats(&self) -> GateStats {
+        let mut hold = self.hold();
+        let stats = std::mem::take(&mut hold.stats);
+        GateStats { waiting_bytes: hold.bytes, ..stats }
+    }
+
+    /// Ends [`Gate::run`]; nothing passes any more.
+    pub fn end(&self) {
+        self.hold().is_over = true;
+        self.ring();
+    }
+}
+
+/// Any network may lose packets.
+fn lost_if_failed(written: hotspare_kernel::Result<()>) {
+    if let Err(error) = written {
+        tracing::debug!(%error, "a packet is lost");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHORT: Duration = Duration::from_micros(1);
+
+    fn packet(flags: u8, payload: &[u8]) -> Vec<u8> {
+        let segment = Segment {
+            from: "10.0.0.50:80".parse().unwrap(),
+            to: "10.0.0.9:4000".parse().unwrap(),
+            sequence: 1,
+            acknowledgement: 1,
+            flags,
+            window: 100,
+            payload_bytes: 0,
+        };
+        let mut packet = segment.to_packet().unwrap();
+        packet.extend(payload);
+        let length = (packet.len() as u16).to_be_bytes();
+        packet[2..4].copy_from_slice(&length);
+        [&[0; HEADER_BYTES][..], &packet].concat()
+    }
+
+    fn leaves(hold: &mut Hold, committed: u64, now: Instant) -> Vec<Vec<u8>> {
+        let mut left = Vec::new();
+        while let Some(packet) = hold.next(Epoch(committed), now) {
+            left.push(packet.into_vec());
+        }
+        left
+    }
+
+    #[test]
+    fn a_packet_leaves_with_the_first_checkpoint_that_covers_it_and_in_order() {
+        let now = Instant::now();
+        let [one, two, three] = [b"1", b"2", b"3"].map(|text| packet(flag::ACK, text));
+        let mut hold = Hold { epoch: Epoch(4), ..Hold::default() };
+        hold.add(&one, now);
+        hold.cut(Epoch(4));
+        hold.add(&two, now);
+        hold.add(&three, now);
+        assert_eq!(leaves(&mut hold, 3, now), Vec::<Vec<u8>>::new());
+        assert_eq!(leaves(&mut hold, 4, now + SHORT), [one]);
+        hold.cut(Epoch(5));
+        assert_eq!(leaves(&mut hold, 5, now + SHORT), [two, three]);
+        assert_eq!(hold.bytes, 0);
+        assert_eq!(hold.stats.released, 3);
+        assert_eq!(hold.stats.waited_max, SHORT);
+    }
+
+    #[test]
+    fn output_wants_a_checkpoint_and_a_cut_answers_the_want() {
+        let now = Instant::now();
+        let mut hold = Hold::default();
+        hold.add(&packet(flag::ACK, b""), now);
+        assert_eq!(hold.wanted, Some(now + ACKNOWLEDGEMENT_PATIENCE));
+        hold.add(&packet(flag::ACK, b"a reply"), now);
+        assert_eq!(hold.wanted, Some(now));
+        hold.add(&packet(flag::ACK, b""), now);
+        assert_eq!(hold.wanted, Some(now));
+        hold.cut(Epoch(1));
+        assert_eq!(hold.wanted, None);
+        for flags in [flag::SYN | flag::ACK, flag::FIN | flag::ACK, flag::RST] {
+            assert_eq!(patience(&packet(flags, b"")), Duration::ZERO, "{flags}");
+        }
+    }
+
+    #[test]
+    fn a_stop_that_came_to_nothing_counts_as_none() {
+        let now = Instant::now();
+        let [one, two] = [b"1", b"2"].map(|text| packet(flag::ACK, text));
+        let mut hold = Hold { epoch: Epoch(7), ..Hold::default() };
+        hold.add(&one, now);
+        hold.cut(Epoch(7));
+        hold.add(&two, now);
+        hold.undo_cut(Epoch(7), now);
+        assert_eq!(hold.wanted, Some(now));
+        assert_eq!(leaves(&mut hold, 6, now), Vec::<Vec<u8>>::new());
+        hold.cut(Epoch(7));
+        assert_eq!(leaves(&mut hold, 7, now), [one, two]);
+    }
+}

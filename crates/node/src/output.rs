@@ -1,0 +1,96 @@
+//! Output of a primary whose guest has a gate (`--guarantee output-commit`).
+//!
+//! ```text
+//! output ──▶ held ──▶ wanted ──▶ checkpoint ──▶ acknowledged ──▶ let go
+//!                       │ (this thread)              │ (thread of that spare)
+//!                       └── as soon as the checkpoint before is acknowledged
+//! ```
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hotspare_cluster::{Closed, Event};
+use hotspare_image::NodeId;
+use hotspare_net::gate::Gate;
+use hotspare_net::takeover::ServiceNetwork;
+use hotspare_replica::{Committed, Goodbye, GoodbyeCode};
+
+use crate::agent::{Agent, Message};
+use crate::epoch::EpochMaker;
+use crate::primary::Primary;
+
+/// How long no checkpoint is tried after one was refused: what stands in the way may go away.
+const AFTER_REFUSAL: Duration = Duration::from_secs(5);
+
+/// Lets packets pass from now on, if they need somebody for that.
+pub fn begin(agent: &Agent, network: &ServiceNetwork) -> anyhow::Result<()> {
+    let Some(gate) = network.gate() else { return Ok(()) };
+    agent.face().gate = Some(Arc::clone(gate));
+    let (gate, owner) = (Arc::clone(gate), agent.owner.clone());
+    let pass = move || gate.run(|| owner.send(Message::OutputWaits));
+    std::thread::Builder::new().name("gate".into()).spawn(pass)?;
+    Ok(())
+}
+
+impl EpochMaker {
+    /// Where output is held, if it is.
+    pub fn gate(&self) -> Option<&Gate> {
+        self.network.as_ref()?.gate().map(Arc::as_ref)
+    }
+}
+
+impl Agent {
+    /// What a spare has acknowledged leaves.
+    pub fn let_go(&self, committed: Committed) {
+        let gate = self.face().gate.clone();
+        if let Some(gate) = gate {
+            gate.commit(committed);
+        }
+    }
+}
+
+impl Primary {
+    /// Where output is held, if it is.
+    pub fn gate(&self) -> Option<&Gate> {
+        self.maker.gate()
+    }
+
+    /// When the next checkpoint is due: at `next`, or earlier since output waits. One whose
+    /// predecessor is under way would only wait behind it.
+    pub fn due(&self, next: Instant) -> Instant {
+        let next = next.max(self.earliest);
+        let Some(gate) = self.gate().filter(|_| self.committed >= self.maker.epoch) else {
+            return next;
+        };
+        gate.wanted().map_or(next, |wanted| wanted.max(self.earliest).min(next))
+    }
+
+    /// Output waits for nobody if nobody could take over.
+    ///
+    /// A spare whose stream has ended counts as gone here. Without an arbiter nothing better is
+    /// known: one that lives and was only cut off takes over, and both hosts speak.
+    pub fn open_gate_if_alone(&self) {
+        let Some(gate) = self.gate() else { return };
+        if gate.is_closed() && !self.maker.can_be_replaced() && !self.is_frozen() {
+            gate.open();
+        }
+    }
+
+    /// The guest cannot be protected at this time; returns how long to wait. Clients must not wait
+    /// as long: the spares let their ghosts go, and what has been held leaves.
+    pub fn refused(&mut self) -> Duration {
+        if !self.gate().is_some_and(Gate::is_closed) {
+            return self.settings.epoch;
+        }
+        let text = "the guest cannot be protected at this time, see the primary".to_owned();
+        let spares: Vec<NodeId> = self.maker.spares.keys().copied().collect();
+        for node in spares {
+            if let Some(spare) = self.maker.leave(node) {
+                let _ = spare.goodbye(&Goodbye { code: GoodbyeCode::Dropped, text: text.clone() });
+            }
+            self.agent.brain.tell(Event::StreamClosed { peer: node, how: Closed::ByUs });
+        }
+        self.earliest = Instant::now() + AFTER_REFUSAL;
+        AFTER_REFUSAL
+    }
+}

@@ -1,0 +1,152 @@
+//! `--guarantee output-commit`: clients notice neither the death of a host nor a move.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use hotspare_torture::chain::{Scene, await_ready, signal_redis};
+use hotspare_torture::clients::{Load, Outcome, Pace, Protocol, StoreLane, StorePlan, verify};
+use hotspare_torture::clock::Instant;
+use hotspare_torture::lab::{Process, SERVICE_V4, SERVICE_V6};
+use hotspare_torture::protected::{Engine, HANG};
+use nix::sys::signal::Signal;
+
+const EPOCH: Duration = Duration::from_millis(100);
+const PORT: u16 = 6379;
+/// What clients notice is looked at here, not how long they wait.
+const PATIENT: [&str; 2] = ["--silence", "500ms"];
+/// Load before and after what happens.
+const CALM: Duration = Duration::from_millis(700);
+
+fn scene(hosts: usize, ipv6: bool) -> Scene {
+    let mut scene = Scene::new(hosts, EPOCH);
+    let words = ["--guarantee", "output-commit"].iter().chain(&PATIENT);
+    scene.engine.more = words.map(|word| (*word).to_owned()).collect();
+    if ipv6 {
+        scene.engine.service_cidr = Some(format!("{SERVICE_V6}/64"));
+    }
+    scene
+}
+
+/// Clients that hold their connections, whatever happens, and count what is in their keys.
+fn load(scene: &Scene, server: SocketAddr, value_bytes: usize) -> Load<StoreLane> {
+    let pace = Pace { rate_per_s: 400.0, lanes: 6, reply_at_most: HANG, connect_at_most: HANG };
+    let plan =
+        StorePlan { protocol: Protocol::Redis, keys: 300, value_bytes, writes: 0.5, seed: 7 };
+    Load::start(scene.lab.client(), server, pace, plan.sessions(pace.lanes), HANG)
+}
+
+/// Waits until requests from after this instant are answered, and some time more.
+fn goes_on(load: &Load<StoreLane>, what: &str, process: &Process) {
+    let now = Instant::now();
+    assert!(load.answered_after(now, HANG), "{what}: no answer\n{}", process.said());
+    (Instant::now() + CALM).sleep_until();
+}
+
+/// Ends the load; nothing may have happened to it.
+fn unnoticed(load: Load<StoreLane>) {
+    let lanes = load.finish();
+    let verdict = verify(&lanes, None);
+    assert_eq!(verdict.wrongs, Vec::<String>::new());
+    assert_eq!(lanes.iter().map(|lane| lane.reconnects).sum::<u64>(), 0, "connections broke");
+    let replies = lanes.iter().flat_map(|lane| &lane.replies);
+    assert_eq!(replies.filter(|reply| reply.outcome != Outcome::Good).count(), 0);
+    assert_eq!(verdict.keys_verified, 300);
+}
+
+fn death_of_the_primary(ipv6: bool, value_bytes: usize) {
+    let scene = scene(2, ipv6);
+    let spare = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
+    let server =
+        if ipv6 { (SERVICE_V6, PORT).into() } else { SocketAddr::from((SERVICE_V4, PORT)) };
+    let primary = scene.run_at(server, &[1]);
+    Engine::protected(&primary).unwrap();
+    let load = load(&scene, server, value_bytes);
+    goes_on(&load, "before", &primary);
+    scene.host(0).kill().unwrap();
+    Engine::taken_over(&spare).unwrap();
+    goes_on(&load, "after the death", &spare);
+    unnoticed(load);
+}
+
+#[test]
+fn no_client_notices_the_death_of_the_primary() {
+    death_of_the_primary(false, 64);
+}
+
+#[test]
+fn no_client_notices_the_death_of_the_primary_over_ipv6() {
+    death_of_the_primary(true, 64);
+}
+
+/// Requests and replies of many segments: what was sent and not acknowledged is sent again.
+#[test]
+fn no_client_notices_the_death_of_the_primary_amid_large_values() {
+    death_of_the_primary(false, 200_000);
+}
+
+#[test]
+fn no_client_notices_a_switchover() {
+    let scene = scene(2, false);
+    let spare = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
+    let server = (SERVICE_V4, PORT).into();
+    let primary = scene.run(&[1]);
+    Engine::protected(&primary).unwrap();
+    let load = load(&scene, server, 64);
+    goes_on(&load, "before", &primary);
+    await_ready(&scene, &primary, 1);
+    let said = scene.hotspare(0, &["switchover"]);
+    assert!(said.is_ok(), "{said:?}\n{}\n{}", primary.said(), spare.said());
+    goes_on(&load, "after the switchover", &spare);
+    unnoticed(load);
+}
+
+/// The spare dies, the primary goes on alone; another spare joins, and then the primary dies.
+#[test]
+fn no_client_notices_the_death_of_the_spare() {
+    let scene = scene(3, false);
+    let first = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
+    let server = (SERVICE_V4, PORT).into();
+    let primary = scene.run(&[1, 2]);
+    Engine::protected(&primary).unwrap();
+    let load = load(&scene, server, 64);
+    goes_on(&load, "before", &primary);
+    await_ready(&scene, &primary, 1);
+    scene.host(1).kill().unwrap();
+    drop(first);
+    goes_on(&load, "alone", &primary);
+    await_ready(&scene, &primary, 0);
+    let second = scene.engine.spare_with(scene.host(2), &PATIENT).unwrap();
+    await_ready(&scene, &primary, 1);
+    goes_on(&load, "protected again", &primary);
+    scene.host(0).kill().unwrap();
+    Engine::taken_over(&second).unwrap();
+    goes_on(&load, "after the death", &second);
+    unnoticed(load);
+}
+
+/// What the killed program's sockets say to its clients is output like any other.
+#[test]
+fn no_client_notices_that_the_guest_is_killed() {
+    let scene = scene(2, false);
+    let spare = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
+    let primary = scene.run(&[1]);
+    Engine::protected(&primary).unwrap();
+    let load = load(&scene, (SERVICE_V4, PORT).into(), 64);
+    goes_on(&load, "before", &primary);
+    await_ready(&scene, &primary, 1);
+    signal_redis(&primary, Signal::SIGKILL);
+    Engine::taken_over(&spare).unwrap();
+    goes_on(&load, "after the kill", &spare);
+    unnoticed(load);
+}
+
+/// A guest without a spare waits for nobody.
+#[test]
+fn output_without_a_spare_leaves_at_once() {
+    let scene = scene(1, false);
+    let server = (SERVICE_V4, PORT).into();
+    let primary = scene.run(&[]);
+    let load = load(&scene, server, 64);
+    goes_on(&load, "alone", &primary);
+    unnoticed(load);
+}
