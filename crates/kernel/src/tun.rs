@@ -107,12 +107,14 @@ mod tests {
         netlink.add_route(Some((OTHER.into(), 32)), None, link).unwrap();
         let socket = UdpSocket::bind((OWN, 700)).unwrap();
         let mut buffer = vec![0; PACKET_BYTES_MAX];
-        assert_eq!(tun.read(&mut buffer).unwrap(), None);
         socket.send_to(b"there", (OTHER, 900)).unwrap();
-        let length = tun.read(&mut buffer).unwrap().unwrap();
-        let packet = &buffer[HEADER_BYTES..length];
-        assert_eq!(source(packet), Some(IpAddr::V4(OWN)));
-        assert!(packet.ends_with(b"there"));
+        // IPv6 looks for its routers, too.
+        let mut is_there = false;
+        while let Some(length) = tun.read(&mut buffer).unwrap() {
+            let packet = &buffer[HEADER_BYTES..length];
+            is_there |= source(packet) == Some(IpAddr::V4(OWN)) && packet.ends_with(b"there");
+        }
+        assert!(is_there);
         let (from, to) = ((OTHER, 900).into(), (OWN, 700).into());
         let back = Datagram { from, to, payload: b"back" }.to_packet().unwrap();
         tun.write(&[&[0; HEADER_BYTES][..], &back].concat()).unwrap();
