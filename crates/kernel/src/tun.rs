@@ -115,6 +115,10 @@ mod tests {
             is_there |= source(packet) == Some(IpAddr::V4(OWN)) && packet.ends_with(b"there");
         }
         assert!(is_there);
+        // An address that is withdrawn for a moment takes the interface down.
+        netlink.set_up(link, false).unwrap();
+        netlink.set_up(link, true).unwrap();
+        while tun.read(&mut buffer).unwrap().is_some() {}
         let (from, to) = ((OTHER, 900).into(), (OWN, 700).into());
         let back = Datagram { from, to, payload: b"back" }.to_packet().unwrap();
         tun.write(&[&[0; HEADER_BYTES][..], &back].concat()).unwrap();

@@ -33,6 +33,9 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 const WAITING_BYTES_MAX: usize = 64 << 20;
 /// Packets that are passed on at once, while somebody who wants the gate has to wait.
 const BATCH: usize = 32;
+/// Packets that have left the guest before a stop, as far as they are told from later ones: the
+/// rest waits for the next checkpoint.
+const CUT_MAX: usize = 2000;
 /// How long an acknowledgement without data may wait for other reasons for a checkpoint: its
 /// receiver has a window of data to send before it needs it.
 const ACKNOWLEDGEMENT_PATIENCE: Duration = Duration::from_millis(4);
@@ -189,7 +192,7 @@ impl Gate {
             let _ = self.bell.read();
             let mut hold = self.hold();
             let before = hold.wanted;
-            let out = self.pass_out(&mut hold);
+            let out = self.pass_out(&mut hold, BATCH);
             let wanted = hold.wanted.is_some_and(|now| before.is_none_or(|before| now < before));
             drop(hold);
             if wanted {
@@ -202,10 +205,10 @@ impl Gate {
     }
 
     /// Takes what has left the guest, and lets it go if nothing is held.
-    fn pass_out(&self, hold: &mut Hold) -> hotspare_kernel::Result<()> {
+    fn pass_out(&self, hold: &mut Hold, most: usize) -> hotspare_kernel::Result<()> {
         let mut buffer = std::mem::take(&mut hold.buffer);
         let mut taken = Ok(());
-        for _ in 0..BATCH {
+        for _ in 0..most {
             if hold.bytes >= WAITING_BYTES_MAX {
                 break;
             }
@@ -262,8 +265,7 @@ impl Gate {
     pub fn cut(&self, epoch: Epoch, close: bool) {
         let mut hold = self.hold();
         hold.is_shut = true;
-        // The last of them may have to wait for the next checkpoint, if there are very many.
-        if let Err(error) = self.pass_out(&mut hold) {
+        if let Err(error) = self.pass_out(&mut hold, CUT_MAX) {
             tracing::debug!(%error, "what left the guest could not be read");
         }
         hold.is_closed |= close;
@@ -307,7 +309,7 @@ impl Gate {
         self.release(Epoch(u64::MAX));
         let mut hold = self.hold();
         hold.wanted = None;
-        if let Err(error) = self.pass_out(&mut hold) {
+        if let Err(error) = self.pass_out(&mut hold, CUT_MAX) {
             tracing::debug!(%error, "what left the guest could not be read");
         }
     }

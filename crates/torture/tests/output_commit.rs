@@ -4,9 +4,11 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use hotspare_torture::chain::{Scene, await_ready, signal_redis};
-use hotspare_torture::clients::{Load, Outcome, Pace, Protocol, StoreLane, StorePlan, verify};
+use hotspare_torture::clients::{
+    Connection, Load, Outcome, Pace, Protocol, StoreLane, StorePlan, verify,
+};
 use hotspare_torture::clock::Instant;
-use hotspare_torture::lab::{Process, SERVICE_V4, SERVICE_V6};
+use hotspare_torture::lab::{Line, Process, SERVICE_V4, SERVICE_V6};
 use hotspare_torture::protected::{Engine, HANG};
 use nix::sys::signal::Signal;
 
@@ -138,6 +140,56 @@ fn no_client_notices_that_the_guest_is_killed() {
     Engine::taken_over(&spare).unwrap();
     goes_on(&load, "after the kill", &spare);
     unnoticed(load);
+}
+
+/// Has a descriptor that cannot be moved from `break` to `mend`.
+const BREAKABLE: &str = r#"
+import os, socket, sys
+listener = socket.create_server((sys.argv[1], int(sys.argv[2])))
+connection, _ = listener.accept()
+held = None
+for line in connection.makefile('rb'):
+    if line == b'break\n': held = os.open('/dev/ptmx', os.O_RDWR)
+    if line == b'mend\n': os.close(held)
+    connection.sendall(line)
+"#;
+
+/// A guest that cannot be protected at this time serves its clients, and is protected later.
+#[test]
+fn output_of_a_guest_that_cannot_be_protected_leaves() {
+    let scene = scene(2, false);
+    let spare = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
+    let words = ["python3", "-c", BREAKABLE, &SERVICE_V4.to_string(), &PORT.to_string()];
+    let words = words.map(str::to_owned);
+    let primary = scene.engine.run(scene.host(0), &[scene.host(1)], &words).unwrap();
+    Engine::protected(&primary).unwrap();
+    await_ready(&scene, &primary, 1);
+    let server = SocketAddr::from((SERVICE_V4, PORT));
+    let deadline = Instant::now() + HANG;
+    let connect = move || loop {
+        // It takes one connection, as soon as it listens.
+        match Connection::open(server, HANG, HANG) {
+            Ok(connection) => return connection,
+            Err(error) if Instant::now() > deadline => panic!("{error}"),
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    let mut client = scene.lab.client().inside(connect);
+    let mut ask = |text: &str| {
+        client.send(format!("{text}\n").as_bytes()).unwrap();
+        assert_eq!(client.line().unwrap(), text.as_bytes());
+    };
+    ask("one");
+    ask("break");
+    ask("two");
+    let told = |line: &Line| line.text.contains("NOT PROTECTED").then_some(());
+    assert!(primary.stderr().find(HANG, told).is_some(), "{}", primary.said());
+    ask("mend");
+    await_ready(&scene, &primary, 1);
+    ask("three");
+    scene.host(0).kill().unwrap();
+    Engine::taken_over(&spare).unwrap();
+    ask("four");
 }
 
 /// A guest without a spare waits for nobody.
