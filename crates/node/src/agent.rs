@@ -13,8 +13,8 @@ use hotspare_net::gate::Gate;
 use hotspare_replica::heartbeat::{HeartKey, STACK_BYTES};
 use hotspare_replica::message::SwitchoverOffer;
 use hotspare_replica::{
-    Goodbye, GoodbyeCode, Hangup, Heart, HeartConfig, HeartEvent, Hello, HostFacts, HostRole,
-    Replier, Security, Sender, StagedCheckpoint, WriteHalf, greeting, heart,
+    Committed, Goodbye, GoodbyeCode, Hangup, Heart, HeartConfig, HeartEvent, Hello, HostFacts,
+    HostRole, Replier, Security, Sender, StagedCheckpoint, WriteHalf, greeting, heart,
 };
 
 use crate::brain::Brain;
@@ -166,6 +166,8 @@ pub struct Face {
     pub back_off: BackOff,
     /// Of a primary: where output is held, if it is.
     pub gate: Option<Arc<Gate>>,
+    /// Of a primary: how far each spare is that could take over.
+    pub committed: BTreeMap<NodeId, Committed>,
     /// Of a spare: connections of the guest, as the primary tells them.
     pub callers: Option<Callers>,
 }
@@ -227,6 +229,7 @@ impl Agent {
             join: None,
             back_off: BackOff::default(),
             gate: None,
+            committed: BTreeMap::new(),
             callers: None,
         };
         Ok(Self {

@@ -84,7 +84,7 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
         match replies.next() {
             Ok(Reply::Committed(committed)) => {
                 // First of all: clients wait for it.
-                agent.let_go(committed);
+                agent.committed(node, committed);
                 let position = committed.position();
                 agent.tell_of(node, stream, Event::SpareAcknowledged { node, position });
                 agent.owner.send(Message::Acknowledged(node, position));

@@ -13,7 +13,7 @@ use hotspare_cluster::{Closed, Event};
 use hotspare_image::NodeId;
 use hotspare_net::gate::Gate;
 use hotspare_net::takeover::ServiceNetwork;
-use hotspare_replica::{Committed, Goodbye, GoodbyeCode};
+use hotspare_replica::{Committed, Goodbye, GoodbyeCode, Sender};
 
 use crate::agent::{Agent, Message};
 use crate::epoch::EpochMaker;
@@ -40,11 +40,26 @@ impl EpochMaker {
 }
 
 impl Agent {
-    /// What a spare has acknowledged leaves.
-    pub fn let_go(&self, committed: Committed) {
-        let gate = self.face().gate.clone();
-        if let Some(gate) = gate {
-            gate.commit(committed);
+    /// A spare has acknowledged a checkpoint. What all of them have now leaves: any may be the one
+    /// that takes over.
+    pub fn committed(&self, node: NodeId, committed: Committed) {
+        self.face().committed.insert(node, committed);
+        self.let_go();
+    }
+
+    /// A spare will not take over: nothing waits for it any more.
+    pub fn forget(&self, node: NodeId) {
+        self.face().committed.remove(&node);
+        self.let_go();
+    }
+
+    fn let_go(&self) {
+        let (gate, least) = {
+            let face = self.face();
+            (face.gate.clone(), face.committed.values().min().copied())
+        };
+        if let (Some(gate), Some(least)) = (gate, least) {
+            gate.commit(least);
         }
     }
 }
@@ -53,6 +68,12 @@ impl Primary {
     /// Where output is held, if it is.
     pub fn gate(&self) -> Option<&Gate> {
         self.maker.gate()
+    }
+
+    /// A spare is gone; the way to it.
+    pub fn leave(&mut self, node: NodeId) -> Option<Sender> {
+        self.agent.forget(node);
+        self.maker.leave(node)
     }
 
     /// When the next checkpoint is due: at `next`, or earlier since output waits. One whose
@@ -85,7 +106,7 @@ impl Primary {
         let text = "the guest cannot be protected at this time, see the primary".to_owned();
         let spares: Vec<NodeId> = self.maker.spares.keys().copied().collect();
         for node in spares {
-            if let Some(spare) = self.maker.leave(node) {
+            if let Some(spare) = self.leave(node) {
                 let _ = spare.goodbye(&Goodbye { code: GoodbyeCode::Dropped, text: text.clone() });
             }
             self.agent.brain.tell(Event::StreamClosed { peer: node, how: Closed::ByUs });

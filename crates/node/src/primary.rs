@@ -227,7 +227,7 @@ impl Primary {
             Message::Acknowledged(node, position) => self.acknowledged(node, position),
             Message::SpareOut(node, stream) => {
                 if self.reach.get(&node).is_some_and(|reach| reach.stream == stream) {
-                    self.maker.leave(node);
+                    self.leave(node);
                     self.reach.remove(&node);
                 }
             }
@@ -281,7 +281,7 @@ impl Primary {
             Action::DropSpare { node, cause } => {
                 let text = drop_text(cause).to_owned();
                 self.heir_gone(node, &text);
-                if let Some(spare) = self.maker.leave(node) {
+                if let Some(spare) = self.leave(node) {
                     let _ = spare.goodbye(&Goodbye { code: GoodbyeCode::Dropped, text });
                 }
             }

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use hotspare_torture::chain::{Scene, await_ready, signal_redis};
+use hotspare_torture::chain::{Scene, await_ready, protected_times, signal_redis, takeovers};
 use hotspare_torture::clients::{
     Connection, Load, Outcome, Pace, Protocol, StoreLane, StorePlan, verify,
 };
@@ -124,6 +124,41 @@ fn no_client_notices_the_death_of_the_spare() {
     Engine::taken_over(&second).unwrap();
     goes_on(&load, "after the death", &second);
     unnoticed(load);
+}
+
+/// Output waits for both spares: whichever takes over, and the other that follows it, has it all.
+#[test]
+fn no_client_notices_two_deaths() {
+    let scene = scene(3, false);
+    let spares = [1, 2].map(|host| scene.engine.spare_with(scene.host(host), &PATIENT).unwrap());
+    let primary = scene.run(&[1, 2]);
+    let load = load(&scene, (SERVICE_V4, PORT).into(), 64);
+    await_ready(&scene, &primary, 2);
+    goes_on(&load, "before", &primary);
+    scene.host(0).kill().unwrap();
+    let (first, second) = heir(&spares);
+    goes_on(&load, "after the first death", first.1);
+    protected_times(first.1, 1);
+    goes_on(&load, "protected again", first.1);
+    scene.host(first.0).kill().unwrap();
+    Engine::taken_over(second).unwrap();
+    goes_on(&load, "after the second death", second);
+    unnoticed(load);
+}
+
+/// The spare that has taken over, with its host, and the other.
+fn heir([one, two]: &[Process; 2]) -> ((usize, &Process), &Process) {
+    let deadline = Instant::now() + HANG;
+    loop {
+        if takeovers(one) > 0 {
+            return ((1, one), two);
+        }
+        if takeovers(two) > 0 {
+            return ((2, two), one);
+        }
+        assert!(Instant::now() < deadline, "no heir:\n{}\n{}", one.said(), two.said());
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 /// What the killed program's sockets say to its clients is output like any other.

@@ -207,6 +207,10 @@ impl Guest {
         let begin = Instant::now();
         let mut parts = PauseParts::default();
         self.stop_all()?;
+        if !self.is_alive() {
+            // It may have been killed, and go on elsewhere from the checkpoint before.
+            return Err(ObjectError::transient("the guest", "has ended"));
+        }
         parts.stop = begin.elapsed();
         let captured = self.checkpoint_stopped(backlog_max, rules, during, &mut parts);
         rules.objects.end();
