@@ -245,7 +245,9 @@ pub fn run(cli: Cli) -> anyhow::Result<u8> {
         Command::Demo { keys, epoch, guarantee, picture } => {
             let mut options = hotspare_torture::demo::DemoOptions::new(std::env::current_exe()?);
             (options.keys, options.epoch, options.picture) = (keys, epoch, picture);
-            options.output_commit = guarantee == Guarantee::OutputCommit;
+            if guarantee == Guarantee::OutputCommit {
+                options.hold_output();
+            }
             hotspare_torture::demo::run(&options, &mut std::io::stdout())?;
             Ok(0)
         }

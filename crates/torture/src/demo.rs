@@ -52,6 +52,12 @@ impl DemoOptions {
             output_commit: false,
         }
     }
+
+    /// With `--guarantee output-commit`, and as many requests as clients on eight connections get
+    /// answered then, each of them waiting for a checkpoint.
+    pub fn hold_output(&mut self) {
+        (self.output_commit, self.rate_per_s) = (true, 400.0);
+    }
 }
 
 /// Why there is no good demo.

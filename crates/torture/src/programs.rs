@@ -230,7 +230,7 @@ fn stage(program: &Program, seed: u64, change: Option<Change>) -> Result<Stage, 
         .map_err(|source| LabError::Io { doing: format!("empty {}", work.display()), source })?;
     let service = (SERVICE_V4, program.port).into();
     let mut pace = Pace::default();
-    if change.is_some_and(|change| !change.is_noticed()) {
+    if !change.is_some_and(Change::is_noticed) {
         // Clients only wait; a slow machine is no broken promise.
         pace.reply_at_most = HANG;
     }
