@@ -195,13 +195,16 @@ fn all_replies(lanes: Vec<LaneRecord<StoreLane>>) -> Vec<Reply> {
     replies
 }
 
-/// The last good reply to a request from before `death`, and the first to one from after it.
-/// `replies` are in the order of their arrival.
+/// The longest time without a good reply between `death` and the first reply to a request from
+/// after it: its beginning and end. Where connections go on, requests from before the death are
+/// answered after it. `replies` are in the order of their arrival.
 pub fn outage(replies: &[Reply], death: Instant) -> Option<(Instant, Instant)> {
-    let mut good = replies.iter().filter(|reply| reply.outcome == Outcome::Good);
-    let first = good.clone().find(|reply| reply.sent > death)?.done;
-    let last = good.rfind(|reply| reply.sent <= death && reply.done < first)?.done;
-    Some((last, first))
+    let good = || replies.iter().filter(|reply| reply.outcome == Outcome::Good);
+    let first = good().find(|reply| reply.sent > death)?.done;
+    let done = good().map(|reply| reply.done);
+    let gaps = done.clone().zip(done.skip(1));
+    let around = gaps.filter(|(_, end)| *end > death && *end <= first);
+    around.max_by_key(|(start, end)| end.since(*start))
 }
 
 /// The named parts of the time between death and first reply.
