@@ -8,9 +8,9 @@ use std::time::Duration;
 use hotspare_image::Checkpoint;
 use hotspare_image::memory::{Backing, MmId, PAGE_BYTES, PageOwner, mapping_flags};
 use hotspare_image::tree::ProcessState;
-use hotspare_kernel::HostPid;
 use hotspare_kernel::memory::ProcMem;
 use hotspare_kernel::pagemap::{Pagemap, Query, category};
+use hotspare_kernel::{HostPid, pidfd};
 use hotspare_process::capture::shared::SharedTable;
 use hotspare_process::capture::{Captured, CheckpointRules};
 use hotspare_process::guest::Guest;
@@ -447,4 +447,29 @@ fn a_process_killed_in_the_pause_spoils_the_checkpoint() {
         }
         end(guest);
     }
+}
+
+/// What cannot be read of a process that is being killed is no reason to say that it cannot be
+/// protected.
+#[test]
+fn an_error_of_a_process_killed_in_the_pause_passes() {
+    let mut guest = begin("sleep 1000 & sleep 2000 & wait");
+    while guest.processes().count() < 3 {
+        guest.pump(&[], Duration::from_millis(5)).expect("pumps");
+    }
+    checkpoint(&mut guest);
+    let victim = guest.processes().last().expect("a child");
+    let mut read_it = |guest: &Guest, _: &mut SharedTable, _: &mut Checkpoint| {
+        let number = nix::unistd::Pid::from_raw(victim.0);
+        nix::sys::signal::kill(number, nix::sys::signal::SIGKILL).expect("kills");
+        let of = guest.pidfd(victim).expect("known");
+        loop {
+            pidfd::get_fd(of, 0).map_err(ObjectError::kernel("descriptor 0"))?;
+        }
+    };
+    let mut rules = CheckpointRules { objects: &mut read_it, copy_all: false };
+    let spoilt = guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(()));
+    assert!(matches!(spoilt, Err(ObjectError::Transient { .. })), "{spoilt:?}");
+    checkpoint(&mut guest);
+    end(guest);
 }

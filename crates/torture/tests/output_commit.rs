@@ -172,7 +172,9 @@ fn no_client_notices_that_the_guest_is_killed() {
     goes_on(&load, "before", &primary);
     await_ready(&scene, &primary, 1);
     signal_redis(&primary, Signal::SIGKILL);
-    Engine::taken_over(&spare).unwrap();
+    if let Err(error) = Engine::taken_over(&spare) {
+        panic!("{error}\nprimary: {}", primary.said());
+    }
     goes_on(&load, "after the kill", &spare);
     unnoticed(load);
 }

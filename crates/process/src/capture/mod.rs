@@ -82,8 +82,12 @@ impl Guest {
     pub fn prepare(&mut self) -> ObjectResult<()> {
         self.stop_all()?;
         let prepared = self.prepare_stopped();
-        self.resume_all()?;
-        prepared
+        match self.resume_all()? {
+            false if prepared.is_err() => {
+                Err(ObjectError::transient("a thread", "was killed while it was made ready"))
+            }
+            _ => prepared,
+        }
     }
 
     fn prepare_stopped(&mut self) -> ObjectResult<()> {
@@ -228,11 +232,11 @@ impl Guest {
         parts.resume = resume.elapsed();
         parts.total = begin.elapsed();
         self.rest.drain_into(&mut self.unsent);
-        let stood_still = stood_still?;
-        let Some(mut captured) = captured? else { return Ok(None) };
-        if !stood_still {
+        if !stood_still? {
+            // Whatever was found in what is being torn down, errors too, means nothing.
             return Err(ObjectError::transient("a thread", "was killed during the checkpoint"));
         }
+        let Some(mut captured) = captured? else { return Ok(None) };
         self.commit_round();
         captured.runs = std::mem::take(&mut self.unsent);
         captured.parts = parts;
