@@ -18,6 +18,7 @@ use hotspare_replica::{
 };
 
 use crate::brain::Brain;
+use crate::history::{History, What};
 use crate::join::BackOff;
 use crate::mailbox::{Mailbox, Place};
 use crate::report::Reporter;
@@ -125,6 +126,8 @@ pub struct Agent {
     pub heart: Arc<Heart>,
     /// What is said.
     pub reporter: Reporter,
+    /// What is kept of it.
+    pub history: History,
     face: Arc<Mutex<Face>>,
 }
 
@@ -188,6 +191,7 @@ impl Agent {
         brain: Brain,
         owner: Mailbox<Message>,
         reporter: Reporter,
+        state: &std::path::Path,
     ) -> anyhow::Result<Self> {
         let socket = UdpSocket::bind("[::]:0").or_else(|_| UdpSocket::bind("0.0.0.0:0"));
         let config = HeartConfig { silence, ..HeartConfig::default() };
@@ -232,14 +236,17 @@ impl Agent {
             committed: BTreeMap::new(),
             callers: None,
         };
+        let node = NodeId(u64::from_ne_bytes(seed));
+        let history = History::begin(state, node, &reporter).context("start history thread")?;
         Ok(Self {
-            node: NodeId(u64::from_ne_bytes(seed)),
+            node,
             facts: Arc::new(crate::facts::read()?),
             security,
             brain,
             owner,
             heart: Arc::new(heart),
             reporter,
+            history,
             face: Arc::new(Mutex::new(face)),
         })
     }
@@ -309,6 +316,12 @@ impl Agent {
         let face = self.face();
         let free = face.role == HostRole::Spare && face.attached.is_none();
         free && face.back_off.wait(Instant::now()).is_none()
+    }
+
+    /// Keeps in the history what has happened to our guest.
+    pub fn remember(&self, (term, epoch): (Term, u64), what: What) {
+        let guest = self.face().settings.as_ref().map(|settings| settings.guest.clone());
+        self.history.note(&guest.unwrap_or_else(|| "-".to_owned()), (term.0, epoch), what);
     }
 
     /// What `hotspare status` shows.

@@ -13,6 +13,7 @@ use hotspare_replica::{HostRole, Identity, Security};
 use crate::agent::Agent;
 use crate::brain::{self, Brain};
 use crate::control;
+use crate::history::{self, What};
 use crate::hooks::Hook;
 use crate::join::keep_joining;
 use crate::launch::{Launch, Network, launch, raise_descriptor_limit};
@@ -75,6 +76,20 @@ enum Command {
         #[arg(long)]
         guest: Option<String>,
     },
+    /// Show what became of the protection of this host's guests: failovers, moves, gaps, and what
+    /// was lost.
+    #[command(after_help = help::HISTORY)]
+    History {
+        /// Only of this guest.
+        #[arg(long)]
+        guest: Option<String>,
+        /// One JSON object a line.
+        #[arg(long)]
+        json: bool,
+        /// Where the agents keep it.
+        #[arg(long, default_value = history::STATE_DIR, env = "HOTSPARE_STATE")]
+        state_dir: PathBuf,
+    },
     /// Show a failover on this machine: two simulated hosts, a real Redis, a kill.
     #[command(after_help = help::DEMO)]
     Demo {
@@ -131,6 +146,9 @@ struct Common {
     /// primary that lives. The same on all hosts.
     #[arg(long, default_value = "90ms", value_parser = silence)]
     silence: Duration,
+    /// Where the history of the guest is kept, in a directory of its name.
+    #[arg(long, default_value = history::STATE_DIR, env = "HOTSPARE_STATE")]
+    state_dir: PathBuf,
 }
 
 impl Common {
@@ -240,6 +258,9 @@ pub fn run(cli: Cli) -> anyhow::Result<u8> {
         }
         Command::Status { json } => control::status(json),
         Command::Switchover { guest } => control::switchover(guest.as_deref()),
+        Command::History { guest, json, state_dir } => {
+            history::show(&state_dir, guest.as_deref(), json)
+        }
         Command::Completions { shell } => Ok(manual::completions(shell)),
         Command::Man { directory } => manual::pages(&directory),
         Command::Demo { keys, epoch, guarantee, picture } => {
@@ -301,7 +322,8 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     let (brain, events) = Brain::new();
     let security = security(common)?;
     let owned = owner.clone();
-    let agent = Agent::new(security, HostRole::Primary, common.silence, brain, owned, reporter)?;
+    let (role, state) = (HostRole::Primary, &common.state_dir);
+    let agent = Agent::new(security, role, common.silence, brain, owned, reporter, state)?;
     let program = arguments.command.first().cloned().unwrap_or_default();
     let settings = Settings {
         guest: arguments.guest.clone().unwrap_or(program),
@@ -338,7 +360,11 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     for address in &arguments.spare {
         link::keep_dialling(&agent, address)?;
     }
-    Primary::new(agent, inbox, settings, maker, init, hook).run()
+    let history = agent.history.clone();
+    agent.remember((maker.term, 0), What::Started);
+    let ended = Primary::new(agent, inbox, settings, maker, init, hook).run();
+    history.flush();
+    ended
 }
 
 fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
@@ -349,7 +375,8 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
     let (owner, inbox) = mailbox()?;
     let (brain, events) = Brain::new();
     let security = security(common)?;
-    let agent = Agent::new(security, HostRole::Spare, common.silence, brain, owner, reporter)?;
+    let (role, state) = (HostRole::Spare, &common.state_dir);
+    let agent = Agent::new(security, role, common.silence, brain, owner, reporter, state)?;
     let listener = match &arguments.listen {
         Some(address) => listen(address)?,
         None => TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"))?,
@@ -361,7 +388,9 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
     // Whoever joins it when it is primary has to find it.
     agent.listen(listener)?;
     keep_joining(&agent, arguments.join.clone())?;
-    spare.run()
+    let ended = spare.run();
+    agent.history.flush();
+    ended
 }
 
 #[cfg(test)]

@@ -165,11 +165,16 @@ fn table(agents: &[Value]) -> String {
             ["guest", "role", "pid", "term", "epoch"].map(|name| text(&answer[name]));
         [guest, role, pid, term, epoch, spares(answer), pause(answer)]
     }));
+    columns(&rows)
+}
+
+/// Rows with their cells below each other.
+pub fn columns<const N: usize>(rows: &[[String; N]]) -> String {
     let width = |column: usize| {
         rows.iter().map(|row| row[column].chars().count()).max().unwrap_or_default()
     };
-    let widths: Vec<usize> = (0..head.len()).map(width).collect();
-    let line = |row: &[String; 7]| {
+    let widths: Vec<usize> = (0..N).map(width).collect();
+    let line = |row: &[String; N]| {
         let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}"));
         cells.collect::<Vec<_>>().join("  ").trim_end().to_owned() + "\n"
     };

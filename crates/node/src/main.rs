@@ -11,6 +11,7 @@ mod door;
 mod epoch;
 mod facts;
 mod features;
+mod history;
 mod hooks;
 mod join;
 mod launch;

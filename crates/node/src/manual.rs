@@ -74,6 +74,16 @@ Example, on the host of the primary:
   hotspare switchover --guest redis
 Exit status: 0 moved, 1 not moved and why.";
 
+    /// Of `history`.
+    pub const HISTORY: &str = "\
+Examples:
+  hotspare history
+  hotspare history --guest redis
+  hotspare history --json | jq -r 'select(.event == \"failover\") | [.at, .cause, .lost] | @tsv'
+
+Each host has its own: a failover is in that of the new primary, a fence in that of the old one.
+Exit status: 0 there is something, 1 there is nothing.";
+
     /// Of `demo`.
     pub const DEMO: &str = "\
 Example:

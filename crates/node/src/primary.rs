@@ -16,6 +16,7 @@ use hotspare_replica::{Goodbye, GoodbyeCode, MemberEntry};
 use crate::agent::{Agent, Message, SpareIn, StreamId};
 use crate::door::Door;
 use crate::epoch::{Attempt, EpochMaker, Obstacle, Taken};
+use crate::history::What;
 use crate::hooks::Hook;
 use crate::mailbox::Inbox;
 use crate::patience::{Patience, Unheard};
@@ -49,6 +50,8 @@ pub struct Primary {
     pub told_refusal: String,
     pub patience: Patience,
     pub unheard: Unheard,
+    /// Why the last spare was dropped that was.
+    pub dropped: Option<&'static str>,
     /// It has been said that checkpoints do not come.
     pub told_late: bool,
     /// It has been said that the guest writes faster than it is copied.
@@ -90,6 +93,7 @@ impl Primary {
             told_refusal: String::new(),
             patience: Patience::default(),
             unheard: Unheard::default(),
+            dropped: None,
             told_late: false,
             told_outrun: false,
             earliest: Instant::now(),
@@ -149,7 +153,9 @@ impl Primary {
             }
             Ok(Attempt::Taken(taken)) => {
                 self.note_taken(&taken);
-                self.told_refusal.clear();
+                if !std::mem::take(&mut self.told_refusal).is_empty() {
+                    self.remember(What::Accepted);
+                }
                 self.patience.taken();
                 self.settings.epoch.saturating_sub(taken.began.elapsed()).max(AGAIN)
             }
@@ -159,6 +165,7 @@ impl Primary {
                     self.agent
                         .reporter
                         .note(&format!("NOT PROTECTED at this time, the guest runs on: {text}"));
+                    self.remember(What::Refused { why: text.clone() });
                     self.told_refusal = text;
                 }
                 self.refused()
@@ -177,6 +184,7 @@ impl Primary {
         if let Some(why) = told.filter(|_| !first) {
             self.told_late = true;
             self.agent.reporter.late(&why, self.committed.0);
+            self.remember(What::Late { why });
         }
         wait
     }
@@ -262,6 +270,7 @@ impl Primary {
         }
         if std::mem::take(&mut self.told_late) {
             reporter.protected(position.epoch.0);
+            self.agent.remember((self.maker.term, position.epoch.0), What::Protected);
         }
         let newest = self.maker.epoch.0;
         let later = self.sent.split_off(&Position::checkpoint(position.epoch.next()));
@@ -279,6 +288,7 @@ impl Primary {
             Action::AcceptSpare { node, rank, term } => self.answer(node, Some((rank, term))),
             Action::RefuseSpare(node) => self.answer(node, None),
             Action::DropSpare { node, cause } => {
+                self.dropped = Some(drop_text(cause));
                 let text = drop_text(cause).to_owned();
                 self.heir_gone(node, &text);
                 if let Some(spare) = self.leave(node) {
@@ -286,8 +296,16 @@ impl Primary {
                 }
             }
             Action::TellMembers(members) => self.tell_members(&members),
-            Action::BecomeProtected => self.agent.reporter.protected(self.committed.0),
-            Action::BecomeUnprotected => self.agent.reporter.unprotected(),
+            Action::BecomeProtected => {
+                self.agent.reporter.protected(self.committed.0);
+                self.dropped = None;
+                self.remember(What::Protected);
+            }
+            Action::BecomeUnprotected => {
+                self.agent.reporter.unprotected();
+                let why = self.dropped.take().unwrap_or("the last spare that was ready has gone");
+                self.remember(What::Unprotected { why: why.to_owned() });
+            }
             Action::Fence(cause) => return self.fence(cause),
             Action::TellGuestDied => {
                 for spare in self.maker.all_spares() {
@@ -325,6 +343,11 @@ impl Primary {
             | Action::RefuseSwitchover { .. } => {}
         }
         Ok(None)
+    }
+
+    /// Keeps in the history what has happened.
+    pub fn remember(&self, what: What) {
+        self.agent.remember((self.maker.term, self.committed.0), what);
     }
 
     pub fn set_term(&mut self, term: Term) {
@@ -371,7 +394,7 @@ impl Primary {
         } else {
             self.answer_asker(Err(format!("this host is primary no longer ({cause:?})")));
         }
-        self.agent.reporter.note(&match cause {
+        let words = match cause {
             FenceCause::SwitchedOver => "the guest runs on the spare now".to_owned(),
             FenceCause::NewerReign(term) => format!(
                 "another host has taken over (term {}): the guest here is stopped, what it did \
@@ -379,7 +402,11 @@ impl Primary {
                 term.0
             ),
             other => format!("this host does not run the guest any more: {other:?}"),
-        });
+        };
+        self.agent.reporter.note(&words);
+        if !switched {
+            self.remember(What::Fenced { cause: words });
+        }
         self.say_goodbye(GoodbyeCode::SteppedDown, "this host is primary no longer");
         let term = self.maker.term;
         self.hook.run(HookEvent::Release, &self.settings, term, &self.agent.reporter);
@@ -422,12 +449,14 @@ impl Primary {
             self.agent.brain.tell(Event::GuestEnded);
             self.say_goodbye(GoodbyeCode::GuestEnded, "the guest has ended");
         }
-        self.agent.reporter.end(&End {
+        let end = End {
             status,
             code,
             goes_on: killed && self.agent.face().ready > 0,
             since_takeover: self.since_takeover.map(|since| since.elapsed()),
-        });
+        };
+        self.agent.reporter.end(&end);
+        self.remember(What::Ended { status: code, how: end.to_string() });
         self.answer_asker(Err("the guest has ended".into()));
         self.last_words();
         if !killed && let Some(gate) = self.gate() {

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use hotspare_cluster::{Action, Closed, Event, Member};
+use hotspare_cluster::{Action, Closed, Event, Member, SuspectCause};
 use hotspare_files::{ReplicatedDir, Role};
 use hotspare_image::memory::PageOwner;
 use hotspare_image::{Checkpoint, NodeId, Term};
@@ -22,6 +22,7 @@ use hotspare_replica::{
 
 use crate::agent::{Agent, Joined, Message, StreamId};
 use crate::alike::{Comparison, FilesDiffer};
+use crate::history::What;
 use crate::hooks::Hook;
 use crate::mailbox::{Inbox, Room};
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY};
@@ -198,6 +199,12 @@ pub struct Spare {
     pub following: Option<Joined>,
     pub ghost: Option<Held>,
     pub heard: Option<Instant>,
+    /// Why the primary is not trusted, if it is not.
+    pub suspected: Option<SuspectCause>,
+    /// The term that the primary has offered, of its own will.
+    pub offered: Option<Term>,
+    /// When the last checkpoint was here.
+    pub staged: Option<Instant>,
     over: Option<String>,
     /// The guest has ended; what becomes of its primary concerns nobody.
     is_over: bool,
@@ -226,8 +233,19 @@ pub struct Held {
 impl Spare {
     /// A spare that follows nobody yet.
     pub fn new(agent: Agent, inbox: Inbox<Message>, hook: Hook) -> Self {
-        let (following, ghost, heard, over) = (None, None, None, None);
-        Self { agent, inbox, hook, following, ghost, heard, over, is_over: false }
+        Self {
+            agent,
+            inbox,
+            hook,
+            following: None,
+            ghost: None,
+            heard: None,
+            suspected: None,
+            offered: None,
+            staged: None,
+            over: None,
+            is_over: false,
+        }
     }
 
     /// Follows until the guest is over, or takes over and goes on as the primary.
@@ -263,6 +281,7 @@ impl Spare {
                 }
             }
             Message::Offered(from, SwitchoverOffer { term, position }) => {
+                self.offered = Some(term);
                 self.agent.brain.tell(Event::SwitchoverOffered { from, term, position });
             }
             Message::PrimaryOut(stream, text, how) => {
@@ -298,6 +317,7 @@ impl Spare {
         face.back_off.joined(Instant::now());
         drop(face);
         self.is_over = false;
+        (self.suspected, self.offered) = (None, None);
         if let Some(before) = self.following.replace(joined) {
             before.hangup.hang_up();
         }
@@ -327,6 +347,15 @@ impl Spare {
         self.agent.brain.tell(Event::StreamClosed { peer, how });
     }
 
+    /// Keeps in the history what has happened to the guest of this ghost.
+    pub fn remember(&self, what: What) {
+        let guest = self.ghost.as_ref().map_or("-", |held| &held.settings.guest);
+        let face = self.agent.face();
+        let (term, epoch) = (face.term.0, face.epoch);
+        drop(face);
+        self.agent.history.note(guest, (term, epoch), what);
+    }
+
     fn act(&mut self, action: Action) -> Option<Term> {
         let note = |text: String| self.agent.reporter.note(&text);
         match action {
@@ -336,10 +365,17 @@ impl Spare {
             | Action::CannotTakeOver(_)
             | Action::Join { .. }
                 if self.is_over => {}
-            Action::Suspect { cause, .. } => note(format!("the primary may be dead: {cause:?}")),
-            Action::Trust(_) => note("the primary lives".to_owned()),
+            Action::Suspect { cause, .. } => {
+                self.suspected = Some(cause);
+                note(format!("the primary may be dead: {cause:?}"));
+            }
+            Action::Trust(_) => {
+                self.suspected = None;
+                note("the primary lives".to_owned());
+            }
             Action::CannotTakeOver(why) => {
                 note(format!("THE PRIMARY IS GONE and this spare must not replace it: {why:?}"));
+                self.remember(What::Abandoned { why: format!("{why:?}") });
             }
             Action::RefuseSpare(node) => {
                 let mut face = self.agent.face();
@@ -348,6 +384,7 @@ impl Spare {
                 }
             }
             Action::RefuseSwitchover { .. } => {
+                self.offered = None;
                 if let Some(joined) = &self.following {
                     joined.decline("it has no ghost of that checkpoint");
                 }
@@ -375,6 +412,9 @@ impl Spare {
 
     fn take_checkpoint(&mut self, mut staged: StagedCheckpoint) {
         let (position, term, full) = (staged.position(), staged.term(), staged.is_full());
+        self.staged = Some(Instant::now());
+        // The guest runs there.
+        self.offered = None;
         // The first one is acknowledged when the ghost stands, later ones before they are applied:
         // they are whole and checked, and will be applied whatever happens to the primary.
         if let Some(joined) = self.following.as_ref().filter(|_| !full && self.ghost.is_some()) {

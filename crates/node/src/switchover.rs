@@ -17,6 +17,7 @@ use hotspare_cluster::Event;
 use hotspare_image::{NodeId, Term};
 
 use crate::epoch::{Attempt, Taken};
+use crate::history::What;
 use crate::primary::Primary;
 
 /// Longest wait for the last checkpoint of a switchover. The guest runs meanwhile.
@@ -216,7 +217,10 @@ impl Primary {
     /// The guest runs on the spare.
     pub fn switched_over(&mut self) {
         let Some((since, epoch)) = self.switchover.frozen else { return };
-        self.answer_asker(Ok(Moved { stall: since.elapsed(), epoch }));
+        let stall = since.elapsed();
+        let stall_ms = crate::history::ms(stall);
+        self.agent.remember((self.maker.term, epoch), What::SwitchedAway { stall_ms });
+        self.answer_asker(Ok(Moved { stall, epoch }));
     }
 
     /// Tells the operator, if there is one.
@@ -224,6 +228,7 @@ impl Primary {
         if let Some(asker) = self.switchover.asker.take() {
             if let Err(why) = &outcome {
                 self.agent.reporter.note(&format!("no switchover: {why}"));
+                self.remember(What::NotSwitched { why: why.clone() });
             }
             asker.answer(outcome);
         }

@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use hotspare_cluster::Event;
+use hotspare_cluster::{Event, SuspectCause};
 use hotspare_image::Checkpoint;
 use hotspare_image::tree::GuestPid;
 use hotspare_kernel::HostPid;
@@ -20,10 +20,12 @@ use hotspare_replica::HostRole;
 
 use crate::agent::Agent;
 use crate::epoch::EpochMaker;
+use crate::history::{Loss, What};
 use crate::launch::outside;
 use crate::output;
 use crate::primary::Primary;
 use crate::report::Failover;
+use crate::settings::Guarantee;
 use crate::spare::{Decision, Held, Spare};
 
 /// How long connections are watched for peers that have moved past the checkpoint.
@@ -37,18 +39,22 @@ const LAST_BEATS: Duration = Duration::from_millis(200);
 /// has left this host but an announcement of the address.
 pub fn take_over(mut spare: Spare, decision: Decision) -> anyhow::Result<Primary> {
     let began = Instant::now();
-    let brain = spare.agent.brain.clone();
+    let agent = spare.agent.clone();
+    let guest = spare.ghost.as_ref().map(|held| held.settings.guest.clone()).unwrap_or_default();
     let following = spare.following.take();
     let taken = try_take_over(spare, decision, began);
     let Err(error) = &taken else {
-        brain.tell(Event::TakeoverDone);
+        agent.brain.tell(Event::TakeoverDone);
         return taken;
     };
     // A primary that has switched over keeps its guest until it knows.
     if let Some(joined) = following {
         joined.decline(&format!("the takeover failed: {error:#}"));
     }
-    brain.tell(Event::TakeoverFailed);
+    agent.brain.tell(Event::TakeoverFailed);
+    let why = format!("{error:#}");
+    let epoch = agent.face().epoch;
+    agent.history.note(&guest, (decision.term.0, epoch), What::TakeoverFailed { why });
     // The other spares hear it from the heart, which ends with this program.
     std::thread::sleep(LAST_BEATS);
     taken.context("take over")
@@ -93,8 +99,11 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     let mut guest = Guest::adopt(root, &hosts)?;
     guest.adopt_waits(&image)?;
     let epoch = image.position.epoch;
+    let cause = cause(&spare, decision, epoch.0, settings.guarantee);
     let failover = Failover { detect, apply, finalise, address, epoch: epoch.0, term: term.0 };
     spare.agent.reporter.failover(&failover);
+    let what = What::takeover(&failover, cause);
+    spare.agent.history.note(&settings.guest, (term.0, epoch.0), what);
     tracing::info!(parts = ?released.parts, "finalised");
     watch_connections(watch);
     spare.hook.spawn(HookEvent::Takeover, &settings, term, &spare.agent.reporter);
@@ -111,6 +120,27 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         Primary::new(spare.agent, spare.inbox, settings, maker, released.init, spare.hook);
     primary.since_takeover = Some(Instant::now());
     Ok(primary)
+}
+
+/// Why this host takes over, and what that costs; none if the primary wanted it.
+fn cause(
+    spare: &Spare,
+    decision: Decision,
+    epoch: u64,
+    guarantee: Guarantee,
+) -> Option<(&'static str, Loss)> {
+    if spare.offered == Some(decision.term) {
+        return None;
+    }
+    let (words, is_certain) = match spare.suspected {
+        Some(SuspectCause::Silence) => ("the primary was silent", false),
+        Some(SuspectCause::AgentDied) => ("the agent of the primary died", true),
+        Some(SuspectCause::GuestDied) => ("the guest was killed on the primary", true),
+        Some(SuspectCause::Fenced) => ("the primary had stopped its guest", true),
+        None => ("the primary is gone", false),
+    };
+    let age = spare.staged.map_or(Duration::ZERO, |at| decision.at.saturating_duration_since(at));
+    Some((words, Loss::new(guarantee, epoch, age, is_certain)))
 }
 
 /// What was sent and may not have arrived is sent again at once, however much it is.

@@ -23,7 +23,9 @@ const FAILED: Option<i32> = Some(125);
 const DIR: &str = "/srv/hotspare-lab";
 
 fn hotspare(arguments: &[&str]) -> Output {
-    Command::new(BINARY).args(arguments).stdin(Stdio::null()).output().unwrap()
+    let state = env!("CARGO_TARGET_TMPDIR");
+    let mut command = Command::new(BINARY);
+    command.args(arguments).env("HOTSPARE_STATE", state).stdin(Stdio::null()).output().unwrap()
 }
 
 fn said(output: &Output) -> String {
