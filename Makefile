@@ -2,6 +2,7 @@
 
 PREFIX ?= /usr/local
 CARGO ?= cargo
+UNITS ?= $(PREFIX)/lib/systemd/system
 
 .PHONY: all demo test install setup clean
 
@@ -28,6 +29,13 @@ install: all
 	    fish:fish/vendor_completions.d/hotspare.fish; do \
 	    file=$(DESTDIR)$(PREFIX)/share/$${shell#*:}; install -d $$(dirname $$file); \
 	    target/release/hotspare completions $${shell%%:*} > $$file; echo $$file; done
+	@for unit in hotspare-spare.service hotspare@.service; do \
+	    file=$(DESTDIR)$(UNITS)/$$unit; install -d $$(dirname $$file); \
+	    sed 's|/usr/local/bin/|$(PREFIX)/bin/|' packaging/systemd/$$unit > $$file; echo $$file; done
+	install -D -m 644 packaging/prometheus/alerts.yml \
+	    $(DESTDIR)$(PREFIX)/share/hotspare/prometheus-alerts.yml
+	install -D -m 644 packaging/grafana/hotspare.json \
+	    $(DESTDIR)$(PREFIX)/share/hotspare/grafana-dashboard.json
 
 clean:
 	$(CARGO) clean

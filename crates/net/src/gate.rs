@@ -319,6 +319,11 @@ impl Gate {
         self.hold().is_closed
     }
 
+    /// Bytes that wait.
+    pub fn waiting_bytes(&self) -> usize {
+        self.hold().bytes
+    }
+
     /// Since when, or from when on, output waits that no checkpoint covers.
     pub fn wanted(&self) -> Option<Instant> {
         self.hold().wanted

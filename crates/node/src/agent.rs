@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,6 +22,7 @@ use crate::brain::Brain;
 use crate::history::{History, What};
 use crate::join::BackOff;
 use crate::mailbox::{Mailbox, Place};
+use crate::metrics::{HeartMeter, Meters};
 use crate::report::Reporter;
 use crate::settings::Settings;
 use crate::switchover::Asker;
@@ -53,6 +55,8 @@ pub enum Message {
     Switchover(Asker),
     /// Output waits that no checkpoint covers.
     OutputWaits,
+    /// To be set: whoever asks wants to know that the owner lives.
+    Alive(Arc<AtomicBool>),
 }
 
 /// Which of the streams this program has had with others. A newer one of the same peer replaces
@@ -128,6 +132,8 @@ pub struct Agent {
     pub reporter: Reporter,
     /// What is kept of it.
     pub history: History,
+    /// What is counted.
+    pub meters: Arc<Meters>,
     face: Arc<Mutex<Face>>,
 }
 
@@ -176,6 +182,30 @@ pub struct Face {
 }
 
 impl Face {
+    fn new(role: HostRole) -> Self {
+        Self {
+            role,
+            term: Term(0),
+            key: None,
+            settings: None,
+            listen_port: None,
+            epoch: 0,
+            spares: 0,
+            ready: 0,
+            peers: Vec::new(),
+            waiting: Vec::new(),
+            streams: BTreeMap::new(),
+            streams_made: 0,
+            attached: None,
+            listens: BTreeMap::new(),
+            join: None,
+            back_off: BackOff::default(),
+            gate: None,
+            committed: BTreeMap::new(),
+            callers: None,
+        }
+    }
+
     fn fresh_stream(&mut self) -> StreamId {
         self.streams_made += 1;
         StreamId(self.streams_made)
@@ -197,47 +227,33 @@ impl Agent {
         let config = HeartConfig { silence, ..HeartConfig::default() };
         let (heart, beating) = heart(socket.context("open heartbeat socket")?, config);
         let (ears, mailbox, note) = (brain.clone(), owner.clone(), reporter.clone());
-        let tell = move |event: HeartEvent| match event {
-            HeartEvent::Beat { beat, at } => {
-                mailbox.send(Message::Heard(at));
-                ears.tell(Event::Beat(beat));
+        let meters = Arc::new(Meters::default());
+        let (counted, mut counter) = (meters.clone(), HeartMeter::default());
+        let tell = move |event: HeartEvent| {
+            counter.note(&event, &counted);
+            match event {
+                HeartEvent::Beat { beat, at } => {
+                    mailbox.send(Message::Heard(at));
+                    ears.tell(Event::Beat(beat));
+                }
+                HeartEvent::Silence { .. } => ears.tell(Event::Tick),
+                HeartEvent::CannotSend { to, error } => {
+                    note.warn(&format!("heartbeats to {to} cannot be sent: {error}"));
+                }
+                HeartEvent::NotRealtime(error) => {
+                    note.warn(&format!("heartbeats run without real-time priority: {error}"));
+                }
+                HeartEvent::Leashed => note.alarm("the agent hangs; heartbeats stop"),
             }
-            HeartEvent::Silence { .. } => ears.tell(Event::Tick),
-            HeartEvent::CannotSend { to, error } => {
-                note.note(&format!("heartbeats to {to} cannot be sent: {error}"));
-            }
-            HeartEvent::NotRealtime(error) => {
-                note.note(&format!("heartbeats run without real-time priority: {error}"));
-            }
-            HeartEvent::Leashed => note.note("the agent hangs; heartbeats stop"),
         };
         let thread = std::thread::Builder::new().name("heart".into()).stack_size(STACK_BYTES);
         thread.spawn(move || beating.run(tell)).context("start heartbeat thread")?;
         let mut seed = [0u8; 8];
         seed.copy_from_slice(&hotspare_replica::heartbeat::fresh_key()?[..8]);
-        let face = Face {
-            role,
-            term: Term(0),
-            key: None,
-            settings: None,
-            listen_port: None,
-            epoch: 0,
-            spares: 0,
-            ready: 0,
-            peers: Vec::new(),
-            waiting: Vec::new(),
-            streams: BTreeMap::new(),
-            streams_made: 0,
-            attached: None,
-            listens: BTreeMap::new(),
-            join: None,
-            back_off: BackOff::default(),
-            gate: None,
-            committed: BTreeMap::new(),
-            callers: None,
-        };
+        let face = Face::new(role);
         let node = NodeId(u64::from_ne_bytes(seed));
-        let history = History::begin(state, node, &reporter).context("start history thread")?;
+        let history = History::begin(state, node, &reporter, meters.clone());
+        let history = history.context("start history thread")?;
         Ok(Self {
             node,
             facts: Arc::new(crate::facts::read()?),
@@ -247,6 +263,7 @@ impl Agent {
             heart: Arc::new(heart),
             reporter,
             history,
+            meters,
             face: Arc::new(Mutex::new(face)),
         })
     }

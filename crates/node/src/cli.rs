@@ -20,10 +20,12 @@ use crate::launch::{Launch, Network, launch, raise_descriptor_limit};
 use crate::link;
 use crate::mailbox::mailbox;
 use crate::manual::{self, help};
+use crate::metrics;
 use crate::output;
 use crate::preflight;
 use crate::primary::Primary;
 use crate::report::Reporter;
+use crate::service;
 use crate::settings::{FileRule, Guarantee, Settings, answers_already};
 use crate::spare::Spare;
 
@@ -149,6 +151,11 @@ struct Common {
     /// Where the history of the guest is kept, in a directory of its name.
     #[arg(long, default_value = history::STATE_DIR, env = "HOTSPARE_STATE")]
     state_dir: PathBuf,
+    /// Serve metrics for Prometheus at http://ADDR/metrics, as in 127.0.0.1:9707; a port alone is
+    /// one of loopback. Whoever asks from another host needs a certificate from `hotspare keys`,
+    /// unless there are no --keys and --insecure is given.
+    #[arg(long, value_name = "ADDR", env = "HOTSPARE_METRICS", value_parser = metrics_address)]
+    metrics: Option<String>,
 }
 
 impl Common {
@@ -218,6 +225,16 @@ fn silence(text: &str) -> Result<Duration, String> {
         return Err("less than 90ms: heartbeats come every 30 ms, and three may be missed".into());
     }
     Ok(given)
+}
+
+/// A port alone is one of loopback.
+fn metrics_address(text: &str) -> Result<String, String> {
+    let port = text.strip_prefix(':').unwrap_or(text);
+    match port.parse::<u16>() {
+        Ok(port) => Ok(format!("127.0.0.1:{port}")),
+        Err(_) if text.contains(':') => Ok(text.to_owned()),
+        Err(_) => Err("write ADDRESS:PORT, as in 127.0.0.1:9707, or a port".into()),
+    }
 }
 
 pub fn duration(text: &str) -> Result<Duration, String> {
@@ -290,6 +307,19 @@ fn listen(address: &str) -> anyhow::Result<TcpListener> {
     })
 }
 
+/// Listens for whoever wants to see our metrics, if anybody is to.
+fn listen_for_metrics(common: &Common) -> anyhow::Result<Option<TcpListener>> {
+    common.metrics.as_deref().map(listen).transpose()
+}
+
+/// Begins to tell how things stand: to Prometheus, to the service manager.
+fn tell_others(agent: &Agent, metrics: Option<TcpListener>) -> anyhow::Result<()> {
+    if let Some(listener) = metrics {
+        metrics::serve(agent, listener)?;
+    }
+    Ok(service::report(agent)?)
+}
+
 fn security(common: &Common) -> anyhow::Result<Security> {
     match &common.keys {
         Some(directory) => Ok(Security::Tls(Identity::load(directory, &common.name)?.into())),
@@ -340,6 +370,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     agent.set_key(hotspare_replica::heartbeat::fresh_key()?);
     agent.face().settings = Some(settings.clone());
     let listener = arguments.listen.as_deref().map(listen).transpose()?;
+    let metrics = listen_for_metrics(common)?;
     let hook = common.hook();
     let how = Launch {
         command: &arguments.command,
@@ -360,6 +391,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     for address in &arguments.spare {
         link::keep_dialling(&agent, address)?;
     }
+    tell_others(&agent, metrics)?;
     let history = agent.history.clone();
     agent.remember((maker.term, 0), What::Started);
     let ended = Primary::new(agent, inbox, settings, maker, init, hook).run();
@@ -381,6 +413,7 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
         Some(address) => listen(address)?,
         None => TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"))?,
     };
+    let metrics = listen_for_metrics(common)?;
     let first = |config, now| (Node::spare(config, now), Vec::new());
     think(&agent, events, common.silence, first)?;
     control::serve(&agent)?;
@@ -388,6 +421,7 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
     // Whoever joins it when it is primary has to find it.
     agent.listen(listener)?;
     keep_joining(&agent, arguments.join.clone())?;
+    tell_others(&agent, metrics)?;
     let ended = spare.run();
     agent.history.flush();
     ended
@@ -401,6 +435,14 @@ mod tests {
     fn silence_is_at_least_three_heartbeats() {
         assert_eq!(silence("300ms"), Ok(Duration::from_millis(300)));
         assert!(silence("80ms").is_err_and(|why| why.contains("90ms")));
+    }
+
+    #[test]
+    fn metrics_are_for_this_host_unless_said_otherwise() {
+        assert_eq!(metrics_address("9707").as_deref(), Ok("127.0.0.1:9707"));
+        assert_eq!(metrics_address(":9707").as_deref(), Ok("127.0.0.1:9707"));
+        assert_eq!(metrics_address("10.0.0.1:9707").as_deref(), Ok("10.0.0.1:9707"));
+        assert!(metrics_address("nonsense").is_err());
     }
 
     #[test]

@@ -72,6 +72,8 @@ pub struct EpochMaker {
     pub stop_and_copy: bool,
     /// Bytes sent to each spare when it last acknowledged a checkpoint.
     wire_bytes: BTreeMap<NodeId, u64>,
+    /// Of replicated directories, since somebody took the number.
+    pub file_bytes: u64,
     alike: Alike,
     /// Spares that have acknowledged a checkpoint, and so could take over.
     able: BTreeSet<NodeId>,
@@ -159,6 +161,7 @@ impl EpochMaker {
             incomplete: BTreeSet::new(),
             stop_and_copy: false,
             wire_bytes: BTreeMap::new(),
+            file_bytes: 0,
             alike: Alike::new(settings.rules()),
             able: BTreeSet::new(),
             network: None,
@@ -388,6 +391,9 @@ impl EpochMaker {
             }
             let Some(open) = &mut self.open else { return Ok(None) };
             let Some(piece) = open.outgoing.next().map_err(files_failed)? else { return Ok(None) };
+            if let Piece::Files(bytes) | Piece::Copies(bytes) = &piece {
+                self.file_bytes += bytes.len() as u64;
+            }
             send_to_all(&piece, &self.spares, &self.incomplete);
             self.guest.pump(&[], Duration::ZERO)?;
             if Instant::now() > until {

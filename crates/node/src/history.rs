@@ -11,6 +11,7 @@ mod show;
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -18,6 +19,7 @@ use hotspare_image::NodeId;
 
 pub use self::record::{Loss, Record, What, ms};
 pub use self::show::show;
+use crate::metrics::Meters;
 use crate::report::Reporter;
 
 /// Where histories lie, unless `--state-dir` says otherwise.
@@ -45,11 +47,17 @@ pub struct History {
     node: NodeId,
     host: String,
     jobs: Sender<Job>,
+    meters: Arc<Meters>,
 }
 
 impl History {
     /// A history below `state`, which need not exist yet.
-    pub fn begin(state: &Path, node: NodeId, reporter: &Reporter) -> std::io::Result<Self> {
+    pub fn begin(
+        state: &Path,
+        node: NodeId,
+        reporter: &Reporter,
+        meters: Arc<Meters>,
+    ) -> std::io::Result<Self> {
         let (jobs, inbox) = channel();
         let writer = Writer {
             state: state.to_owned(),
@@ -57,14 +65,16 @@ impl History {
             waiting: VecDeque::new(),
             is_told: false,
             minor: Minor::new(Instant::now()),
+            meters: meters.clone(),
         };
         std::thread::Builder::new().name("history".into()).spawn(move || writer.run(&inbox))?;
         let host = nix::unistd::gethostname().unwrap_or_default();
-        Ok(Self { node, host: host.to_string_lossy().into_owned(), jobs })
+        Ok(Self { node, host: host.to_string_lossy().into_owned(), jobs, meters })
     }
 
     /// Notes what has happened now to `guest`. Waits for nothing.
     pub fn note(&self, guest: &str, (term, epoch): (u64, u64), what: What) {
+        self.meters.note(&what);
         let record = Record::now(&self.host, self.node, guest, (term, epoch), what);
         // The writer lives as long as somebody can tell it something.
         let _ = self.jobs.send(Job::Write(Box::new(record)));
@@ -87,6 +97,7 @@ struct Writer {
     /// It has been said that nothing can be written.
     is_told: bool,
     minor: Minor,
+    meters: Arc<Meters>,
 }
 
 impl Writer {
@@ -118,11 +129,16 @@ impl Writer {
     }
 
     fn write_waiting(&mut self) {
+        self.try_write();
+        self.meters.unwritten.set(self.waiting.len() as u64);
+    }
+
+    fn try_write(&mut self) {
         while let Some(record) = self.waiting.front() {
             let path = disk::path(&self.state, &record.guest);
             if let Err(error) = disk::append(&path, &record.to_line()) {
                 if !std::mem::replace(&mut self.is_told, true) {
-                    self.reporter.note(&format!(
+                    self.reporter.warn(&format!(
                         "the history cannot be written ({}: {error}); the guest and its \
                          protection are not concerned. Make room or make it writable, or give \
                          another --state-dir; it is tried again every {} s. Not written: {}",
@@ -201,7 +217,7 @@ mod tests {
         let blocked = state.path().join("redis");
         std::fs::write(&blocked, "a file where the directory should be").unwrap();
         let reporter = Reporter::new(true);
-        let history = History::begin(state.path(), NodeId(7), &reporter).unwrap();
+        let history = History::begin(state.path(), NodeId(7), &reporter, Arc::default()).unwrap();
         history.note("redis", (1, 2), What::Protected);
         history.flush();
         std::fs::remove_file(&blocked).unwrap();

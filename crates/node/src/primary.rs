@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -164,7 +165,7 @@ impl Primary {
                 if text != self.told_refusal {
                     self.agent
                         .reporter
-                        .note(&format!("NOT PROTECTED at this time, the guest runs on: {text}"));
+                        .alarm(&format!("NOT PROTECTED at this time, the guest runs on: {text}"));
                     self.remember(What::Refused { why: text.clone() });
                     self.told_refusal = text;
                 }
@@ -241,6 +242,7 @@ impl Primary {
             }
             Message::SwitchoverRefused(node, why) => self.switchover_refused(node, why),
             Message::Switchover(asker) => self.switchover_asked(asker),
+            Message::Alive(answer) => answer.store(true, Ordering::Relaxed),
             Message::Heard(_)
             | Message::Offered(..)
             | Message::Joined(_)
@@ -262,6 +264,7 @@ impl Primary {
 
     fn acknowledged(&mut self, node: NodeId, position: Position) {
         self.maker.acknowledged(node);
+        self.agent.meters.file_bytes.add(std::mem::take(&mut self.maker.file_bytes));
         let reporter = &self.agent.reporter;
         self.committed = self.committed.max(position.epoch);
         let ready = self.agent.face().ready;
@@ -278,6 +281,7 @@ impl Primary {
             line.lag = newest.saturating_sub(at.epoch.0);
             line.bytes = self.maker.wire_bytes(node);
             line.output = self.maker.gate().map(|gate| gate.take_stats()).unwrap_or_default();
+            self.agent.meters.epoch(&line);
             reporter.epoch(&line);
         }
     }
@@ -289,6 +293,7 @@ impl Primary {
             Action::RefuseSpare(node) => self.answer(node, None),
             Action::DropSpare { node, cause } => {
                 self.dropped = Some(drop_text(cause));
+                self.agent.meters.dropped(cause);
                 let text = drop_text(cause).to_owned();
                 self.heir_gone(node, &text);
                 if let Some(spare) = self.leave(node) {
@@ -403,8 +408,10 @@ impl Primary {
             ),
             other => format!("this host does not run the guest any more: {other:?}"),
         };
-        self.agent.reporter.note(&words);
-        if !switched {
+        if switched {
+            self.agent.reporter.note(&words);
+        } else {
+            self.agent.reporter.alarm(&words);
             self.remember(What::Fenced { cause: words });
         }
         self.say_goodbye(GoodbyeCode::SteppedDown, "this host is primary no longer");

@@ -13,7 +13,32 @@ use serde_json::json;
 #[derive(Clone)]
 pub struct Reporter {
     json: bool,
+    /// Standard error is the journal's: lines begin with their priority, see sd-daemon(3).
+    journal: bool,
     status: Arc<Mutex<StatusLine>>,
+}
+
+/// How much something matters, as the journal counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Weight {
+    /// Somebody must look.
+    Error = 3,
+    /// Surprising, and it goes on.
+    Warning = 4,
+    /// Worth knowing.
+    Notice = 5,
+}
+
+/// Whether standard error leads to the journal: systemd names its device and inode.
+fn writes_to_journal() -> bool {
+    let Ok(named) = std::env::var("JOURNAL_STREAM") else { return false };
+    let own = nix::sys::stat::fstat(std::io::stderr());
+    own.is_ok_and(|own| named == format!("{}:{}", own.st_dev, own.st_ino))
+}
+
+/// The lines of a text for the journal, each with its priority.
+fn for_journal(weight: Weight, text: &str) -> String {
+    text.lines().map(|line| format!("<{}>{line}\n", weight as u8)).collect()
 }
 
 #[derive(Default)]
@@ -138,7 +163,7 @@ pub struct EpochLine {
 impl Reporter {
     /// Tells in JSON, or in words.
     pub fn new(json: bool) -> Self {
-        Self { json, status: Arc::default() }
+        Self { json, journal: writes_to_journal(), status: Arc::default() }
     }
 
     fn line(&self, text: &str) {
@@ -148,6 +173,25 @@ impl Reporter {
 
     /// Says something in passing, on standard error.
     pub fn note(&self, text: &str) {
+        self.say(Weight::Notice, text);
+    }
+
+    /// Says something that surprises.
+    pub fn warn(&self, text: &str) {
+        self.say(Weight::Warning, text);
+    }
+
+    /// Says something that somebody must look at.
+    pub fn alarm(&self, text: &str) {
+        self.say(Weight::Error, text);
+    }
+
+    fn say(&self, weight: Weight, text: &str) {
+        if self.journal {
+            // All of it at once, or others' lines come in between.
+            let _ = std::io::stderr().write_all(for_journal(weight, text).as_bytes());
+            return;
+        }
         let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
         if std::mem::take(&mut status.shown) {
             eprintln!();
@@ -169,7 +213,7 @@ impl Reporter {
         if self.json {
             self.line(&json!({"event": "unprotected"}).to_string());
         } else {
-            self.note("UNPROTECTED: no spare could take over; start one with `hotspare spare`");
+            self.alarm("UNPROTECTED: no spare could take over; start one with `hotspare spare`");
         }
     }
 
@@ -178,7 +222,7 @@ impl Reporter {
         if self.json {
             self.line(&json!({"event": "late", "why": why, "epoch": epoch}).to_string());
         } else {
-            self.note(&format!(
+            self.alarm(&format!(
                 "NOT PROTECTED since more than a second, the guest runs on: {why}. A spare could \
                  only go on from epoch {epoch}"
             ));
@@ -296,7 +340,7 @@ impl Reporter {
             );
             return;
         }
-        self.note(&format!(
+        self.warn(&format!(
             "took over in term {} from epoch {}: detect {:.1} ms, apply {:.1} ms, \
              finalise {:.1} ms, address {:.1} ms",
             failover.term,
@@ -314,5 +358,16 @@ impl Reporter {
             self.line(&json!({"event": "exit", "status": end.code}).to_string());
         }
         self.note(&end.to_string());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_line_in_the_journal_has_its_priority() {
+        assert_eq!(for_journal(Weight::Error, "one\ntwo"), "<3>one\n<3>two\n");
+        assert_eq!(for_journal(Weight::Notice, "one"), "<5>one\n");
     }
 }

@@ -1,5 +1,6 @@
 //! The spare: follows a primary, keeps the ghost, takes over.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -262,6 +263,7 @@ impl Spare {
             if let Some(text) = self.over.take() {
                 self.agent.reporter.note(&format!("the primary is done: {text}"));
                 self.ghost = None;
+                self.agent.face().epoch = 0;
                 self.following = None;
                 self.is_over = true;
             }
@@ -298,6 +300,7 @@ impl Spare {
                 let why = "this host does not run the guest; ask on the host of the primary";
                 asker.answer(Err(why.to_owned()));
             }
+            Message::Alive(answer) => answer.store(true, Ordering::Relaxed),
             Message::SpareIn(_)
             | Message::Acknowledged(..)
             | Message::SpareOut(..)
@@ -337,7 +340,8 @@ impl Spare {
 
     /// The ghost is of no use any more: leaves the primary, to begin anew.
     fn lose_ghost(&mut self, why: &str) {
-        self.agent.reporter.note(&format!("the ghost is lost, a new one is wanted: {why}"));
+        self.agent.face().epoch = 0;
+        self.agent.reporter.warn(&format!("the ghost is lost, a new one is wanted: {why}"));
         self.ghost = None;
         self.agent.brain.tell(Event::GhostLost);
         self.agent.face().back_off.lost(Instant::now());
@@ -367,14 +371,16 @@ impl Spare {
                 if self.is_over => {}
             Action::Suspect { cause, .. } => {
                 self.suspected = Some(cause);
-                note(format!("the primary may be dead: {cause:?}"));
+                self.agent.reporter.warn(&format!("the primary may be dead: {cause:?}"));
             }
             Action::Trust(_) => {
                 self.suspected = None;
                 note("the primary lives".to_owned());
             }
             Action::CannotTakeOver(why) => {
-                note(format!("THE PRIMARY IS GONE and this spare must not replace it: {why:?}"));
+                self.agent.reporter.alarm(&format!(
+                    "THE PRIMARY IS GONE and this spare must not replace it: {why:?}"
+                ));
                 self.remember(What::Abandoned { why: format!("{why:?}") });
             }
             Action::RefuseSpare(node) => {
@@ -412,7 +418,8 @@ impl Spare {
 
     fn take_checkpoint(&mut self, mut staged: StagedCheckpoint) {
         let (position, term, full) = (staged.position(), staged.term(), staged.is_full());
-        self.staged = Some(Instant::now());
+        let staged_at = Instant::now();
+        self.staged = Some(staged_at);
         // The guest runs there.
         self.offered = None;
         // The first one is acknowledged when the ghost stands, later ones before they are applied:
@@ -422,6 +429,7 @@ impl Spare {
         }
         match self.apply(&mut staged) {
             Ok(()) => {
+                self.agent.meters.applied(staged_at.elapsed(), full, staged.file_bytes());
                 self.agent.brain.tell(Event::Committed { term, position });
                 self.agent.face().epoch = position.epoch.0;
                 if let Some(joined) = self.following.as_ref().filter(|_| full) {
