@@ -1,5 +1,7 @@
 //! What a node is told and what it asks for.
 
+use std::collections::BTreeSet;
+
 use hotspare_image::{NodeId, Position, Term};
 
 /// Nanoseconds of any clock that never goes back (`CLOCK_MONOTONIC`); its start does not matter.
@@ -33,6 +35,8 @@ pub enum BeatRole {
     Fenced,
     /// Was given this term, but its ghost never ran: older ghosts are as good as before.
     TakeoverFailed,
+    /// Runs the guest, from which nothing leaves: it cannot renew its term.
+    Suspended,
 }
 
 impl Beat {
@@ -154,14 +158,33 @@ pub enum Event {
         term: Term,
         /// When it ends unless renewed.
         until: Nanos,
+        /// Who may take it from us, as the arbiter has it.
+        heirs: BTreeSet<NodeId>,
     },
+    /// All heirs have acknowledged: what leaves until then nobody else contradicts.
+    LeaseExtended(Nanos),
     /// Somebody else holds `held`.
     TermDenied {
         /// The term asked for.
         term: Term,
         /// The newest term the arbiter knows.
         held: Term,
+        /// When to ask again; `None`: the arbiter does not have us among the heirs.
+        retry_at: Option<Nanos>,
     },
+}
+
+/// By what right a node wants a term.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Claim {
+    /// It starts the guest, or the operator wants it so.
+    First,
+    /// The holder is silent, and named it an heir.
+    Heir,
+    /// The holder of this reign has said that its guest is stopped for good.
+    Word(Term),
+    /// The holder of this reign offers it, and may want it back until the guest runs here.
+    Offer(Term),
 }
 
 /// Something the agent must do now, in this order.
@@ -174,12 +197,20 @@ pub enum Action {
     RequestTerm {
         /// Which.
         term: Term,
-        /// The holder of this reign consents (switchover): to be granted although its lease
-        /// lasts, if that reign is still the newest.
-        consent_of: Option<Term>,
+        /// By what right.
+        by: Claim,
     },
-    /// Ask the arbiter for more time.
-    RenewTerm(Term),
+    /// Ask the arbiter for more time; answer with [`Event::TermGranted`] or [`Event::TermDenied`].
+    RenewTerm {
+        /// Which.
+        term: Term,
+        /// Who may take it from us from now on.
+        heirs: BTreeSet<NodeId>,
+    },
+    /// The lease is over: nothing may leave the guest, until [`Action::Resume`].
+    Suspend,
+    /// The term was renewed after all.
+    Resume,
     /// For the log and the status: the primary may be dead.
     Suspect {
         /// Whom.
@@ -285,6 +316,8 @@ pub enum SuspectCause {
     GuestDied,
     /// Its heartbeat says that it has fenced itself.
     Fenced,
+    /// It cannot renew its term: nothing leaves its guest.
+    Suspended,
 }
 
 /// Why a spare does not replace a primary that is gone.
@@ -296,6 +329,8 @@ pub enum CannotTakeOver {
     Detached,
     /// Another node has reigned since.
     AnotherReigned,
+    /// The arbiter does not have it among the heirs: the primary had gone on without it.
+    NoHeir,
 }
 
 /// Why a primary must stop its guest.
@@ -317,5 +352,5 @@ pub enum FenceCause {
 /// then both reign.
 #[must_use]
 pub fn granted_by_nobody(term: Term) -> Event {
-    Event::TermGranted { term, until: Nanos::MAX }
+    Event::TermGranted { term, until: Nanos::MAX, heirs: BTreeSet::new() }
 }

@@ -6,10 +6,15 @@
 #![forbid(unsafe_code)]
 
 mod event;
+#[cfg(feature = "mutate")]
+pub mod mutate;
+#[cfg(not(feature = "mutate"))]
+mod mutate;
 mod node;
+pub mod register;
 
 pub use event::{
-    Action, Beat, BeatRole, CannotTakeOver, Closed, DropCause, Event, FenceCause, Member, Nanos,
-    SuspectCause, granted_by_nobody,
+    Action, Beat, BeatRole, CannotTakeOver, Claim, Closed, DropCause, Event, FenceCause, Member,
+    Nanos, SuspectCause, granted_by_nobody,
 };
 pub use node::{Config, Node, RANKS_MAX, Role, Status};

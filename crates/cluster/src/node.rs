@@ -1,6 +1,6 @@
 //! The brain of one node.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use hotspare_image::{NodeId, Position, Term};
 
@@ -8,14 +8,18 @@ mod primary;
 mod spare;
 
 use crate::event::{
-    Action, Beat, BeatRole, CannotTakeOver, Closed, DropCause, Event, FenceCause, Member, Nanos,
-    SuspectCause,
+    Action, Beat, BeatRole, CannotTakeOver, Claim as By, Closed, DropCause, Event, FenceCause,
+    Member, Nanos, SuspectCause,
 };
+use crate::mutate::{self, Mutation};
 
 /// Most spares of one primary; ranks are below this.
 pub const RANKS_MAX: u32 = 8;
 /// Most peers whose last heartbeat is remembered.
 const PEERS_MAX: usize = 64;
+
+/// How many silences until a spare that the arbiter does not have among the heirs asks again.
+const NOT_LISTED_SILENCES: u64 = 10;
 
 /// How many silences a new spare may take to its first heartbeat.
 const FIRST_BEAT_SILENCES: u64 = 20;
@@ -31,6 +35,9 @@ pub struct Config {
     pub silence_ns: Nanos,
     /// How long an offered switchover may stay unanswered.
     pub handover_ns: Nanos,
+    /// A guest whose lease is over is stopped for good: what it does reaches others by more than
+    /// its packets.
+    pub fence_at_expiry: bool,
 }
 
 impl Config {
@@ -42,6 +49,7 @@ impl Config {
             heartbeat_ns: 30_000_000,
             silence_ns: 90_000_000,
             handover_ns: 2_000_000_000,
+            fence_at_expiry: false,
         }
     }
 }
@@ -160,6 +168,11 @@ struct Reign {
     position: Position,
     lease_until: Nanos,
     renew_at: Nanos,
+    /// Who may take the term from us, as the arbiter has it, and as it was last asked to have it.
+    heirs: BTreeSet<NodeId>,
+    asked: Option<BTreeSet<NodeId>>,
+    /// The lease is over: nothing leaves the guest.
+    suspended: bool,
     phase: Phase,
     spares: BTreeMap<NodeId, Spare>,
     protected: bool,
@@ -203,7 +216,16 @@ impl Node {
     pub fn first(config: Config, now: Nanos) -> (Node, Vec<Action>) {
         let term = Term(1);
         let node = Node::with_state(config, State::Asking(term), now);
-        (node, vec![Action::RequestTerm { term, consent_of: None }])
+        (node, vec![Action::RequestTerm { term, by: By::First }])
+    }
+
+    /// The node that starts the guest, in a term that it holds already.
+    #[must_use]
+    pub fn reigning(config: Config, now: Nanos, term: Term, until: Nanos) -> Node {
+        let reign = Reign::new(now, term, until, Phase::Running);
+        let mut node = Node::with_state(config, State::Reigning(reign), now);
+        node.seen = term;
+        node
     }
 
     /// A spare that knows no primary yet.
@@ -247,6 +269,7 @@ impl Node {
             State::Reigning(Reign {
                 phase: Phase::Offered { give_up_at, reclaim, .. }, ..
             }) => reclaim.map_or(*give_up_at, |_| Nanos::MAX),
+            State::Reigning(r) if r.suspended => r.renew_at,
             State::Reigning(r) => r.lease_until.min(r.renew_at),
             State::Asking(_) | State::Waiting | State::Fenced(..) | State::Ended => Nanos::MAX,
         };
@@ -292,8 +315,14 @@ impl Node {
             Event::TakeoverForced => self.takeover_forced(&mut out),
             Event::TakeoverDone => self.takeover_done(&mut out),
             Event::TakeoverFailed => self.takeover_failed(&mut out),
-            Event::TermGranted { term, until } => self.term_granted(now, term, until, &mut out),
-            Event::TermDenied { term, held } => self.term_denied(now, term, held, &mut out),
+            Event::TermGranted { term, until, heirs } => {
+                self.term_granted(now, term, until, &mut out);
+                self.heirs_recorded(term, heirs, &mut out);
+            }
+            Event::TermDenied { term, held, retry_at } => {
+                self.term_denied(now, term, held, retry_at, &mut out);
+            }
+            Event::LeaseExtended(until) => self.lease_extended(now, until, &mut out),
         }
         out
     }
@@ -325,6 +354,7 @@ impl Node {
             State::Reigning(r) if r.phase == Phase::TakingOver => {
                 (r.term, BeatRole::TakingOver, r.position)
             }
+            State::Reigning(r) if r.suspended => (r.term, BeatRole::Suspended, r.position),
             State::Reigning(r) => (r.term, BeatRole::Primary, r.position),
             State::Fenced(FenceCause::TakeoverFailed, term) if *term == self.seen => {
                 (*term, BeatRole::TakeoverFailed, Position::default())
@@ -376,6 +406,7 @@ impl Node {
         let leads = beat.leads();
         let led = leads || beat.role == BeatRole::TakeoverFailed;
         match &self.state {
+            State::Reigning(_) if mutate::is(Mutation::NoDeposition) => false,
             State::Reigning(r) => {
                 beat.term > r.term || (leads && (beat.term, beat.from) > (r.term, self.config.node))
             }
@@ -426,13 +457,20 @@ impl Node {
                 out.push(Action::StartTakeover { term });
                 out.push(Action::BecomeUnprotected);
             }
-            State::Reigning(reign) if reign.term == term => reign.lease(now, until),
+            State::Reigning(reign) if reign.term == term => {
+                reign.lease(now, until);
+                if std::mem::take(&mut reign.suspended) {
+                    out.push(Action::Resume);
+                    self.send_beat(out);
+                }
+            }
             State::Reigning(reign) => {
                 if let Phase::Offered { reclaim, .. } = reign.phase
                     && reclaim == Some(term)
                 {
                     reign.term = term;
                     reign.lease(now, until);
+                    (reign.heirs, reign.asked, reign.suspended) = (BTreeSet::new(), None, false);
                     self.seen = self.seen.max(term);
                     self.drop_all_spares(out);
                     self.thaw(out);
@@ -446,7 +484,17 @@ impl Node {
         }
     }
 
-    fn term_denied(&mut self, now: Nanos, term: Term, held: Term, out: &mut Vec<Action>) {
+    fn term_denied(
+        &mut self,
+        now: Nanos,
+        term: Term,
+        held: Term,
+        retry_at: Option<Nanos>,
+        out: &mut Vec<Action>,
+    ) {
+        if mutate::is(Mutation::NoDenial) && matches!(self.state, State::Reigning(_)) {
+            return;
+        }
         self.seen = self.seen.max(held);
         match &mut self.state {
             State::Asking(asked) if *asked == term => {
@@ -455,7 +503,17 @@ impl Node {
             State::Following(f) => {
                 let Some(claim) = f.claim.filter(|claim| claim.term == term) else { return };
                 f.claim = None;
-                f.claim_after = now.saturating_add(self.config.silence_ns);
+                let patience_ns = self.config.silence_ns.saturating_mul(match retry_at {
+                    Some(_) => 1,
+                    None => NOT_LISTED_SILENCES,
+                });
+                // Another look costs a request; sooner than in a heartbeat nothing changes.
+                let soon = now.saturating_add(self.config.heartbeat_ns);
+                f.claim_after =
+                    retry_at.filter(|at| *at > now).map_or(now + patience_ns, |at| at.max(soon));
+                if retry_at.is_none() && !std::mem::replace(&mut f.told_unfit, true) {
+                    out.push(Action::CannotTakeOver(CannotTakeOver::NoHeir));
+                }
                 if claim.offered {
                     out.push(Action::RefuseSwitchover { from: f.primary });
                 }

@@ -18,7 +18,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::AsFd;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotspare_image::Epoch;
@@ -27,6 +27,8 @@ use hotspare_kernel::tun::{HEADER_BYTES, PACKET_BYTES_MAX, Tun};
 use hotspare_replica::Committed;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use crate::lease::{Lease, boot_ns};
 
 /// So many bytes wait at most; then the guest's interface is left full, and its kernel drops
 /// packets, as it would before a slow link.
@@ -70,6 +72,8 @@ pub struct Gate {
     world: Tun,
     hold: Mutex<Hold>,
     bell: EventFd,
+    /// Without one, packets leave as long as this program lives.
+    lease: OnceLock<Arc<Lease>>,
 }
 
 /// What waits, and for what.
@@ -77,6 +81,10 @@ pub struct Gate {
 struct Hold {
     /// What leaves the guest now is covered by this checkpoint.
     epoch: Epoch,
+    /// Everything up to here may leave, if output waits at all.
+    committed: Epoch,
+    /// When the guest was stopped for checkpoints that are not committed yet.
+    cuts: VecDeque<(Epoch, u64)>,
     waiting: VecDeque<Waiting>,
     bytes: usize,
     /// Output waits; otherwise nobody could take over, and it leaves at once.
@@ -110,11 +118,27 @@ impl Hold {
     fn cut(&mut self, epoch: Epoch) {
         self.epoch = epoch.next();
         self.wanted = None;
+        self.cuts.push_back((epoch, boot_ns()));
+    }
+
+    /// When the guest was stopped for the last of these checkpoints.
+    fn cut_at(&mut self, committed: Epoch) -> Option<u64> {
+        let mut last = None;
+        while let Some((_, at)) = self.cuts.pop_front_if(|(epoch, _)| *epoch <= committed) {
+            last = Some(at);
+        }
+        last
+    }
+
+    /// Everything up to here may leave.
+    fn limit(&self) -> Epoch {
+        if self.is_closed { self.committed } else { Epoch(u64::MAX) }
     }
 
     /// There is no checkpoint of this epoch yet after all.
     fn undo_cut(&mut self, epoch: Epoch, now: Instant) {
         self.epoch = epoch;
+        self.cuts.pop_back();
         for waiting in self.waiting.iter_mut().rev() {
             if waiting.epoch <= epoch {
                 break;
@@ -156,7 +180,18 @@ impl Gate {
     pub fn new(service: IpAddr, guest: Tun, world: Tun) -> io::Result<Self> {
         let bell = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let hold = Hold { buffer: vec![0; PACKET_BYTES_MAX], ..Hold::default() };
-        Ok(Self { service, guest, world, hold: Mutex::new(hold), bell })
+        let (hold, lease) = (Mutex::new(hold), OnceLock::new());
+        Ok(Self { service, guest, world, hold, bell, lease })
+    }
+
+    /// From now on packets leave only while this lease lasts.
+    pub fn bind(&self, lease: Arc<Lease>) {
+        // Whoever has one keeps it.
+        let _ = self.lease.set(lease);
+    }
+
+    fn may_leave(&self) -> bool {
+        self.lease.get().is_none_or(|lease| lease.holds())
     }
 
     fn hold(&self) -> MutexGuard<'_, Hold> {
@@ -194,6 +229,7 @@ impl Gate {
             let before = hold.wanted;
             let out = self.pass_out(&mut hold, BATCH);
             let wanted = hold.wanted.is_some_and(|now| before.is_none_or(|before| now < before));
+            let wanted = wanted && hold.is_closed;
             drop(hold);
             if wanted {
                 wake();
@@ -224,13 +260,14 @@ impl Gate {
             if packet.get(HEADER_BYTES..).and_then(source) != Some(self.service) {
                 continue;
             }
-            if hold.is_closed {
+            if hold.is_closed || !hold.waiting.is_empty() || !self.may_leave() {
                 hold.add(packet, Instant::now());
             } else {
                 self.let_go(packet);
             }
         }
         hold.buffer = buffer;
+        self.let_go_all(hold);
         taken
     }
 
@@ -284,16 +321,34 @@ impl Gate {
         self.ring();
     }
 
-    /// A spare has everything up to a checkpoint: its output leaves.
-    pub fn commit(&self, proof: Committed) {
-        self.release(proof.position().epoch);
+    /// Whoever could take over has everything up to a checkpoint: its output leaves. With `extends`
+    /// they are all that could, and nobody else has the guest when they acknowledge: that holds the
+    /// lease up.
+    pub fn commit(&self, proof: Committed, extends: bool) {
+        let mut hold = self.hold();
+        hold.committed = hold.committed.max(proof.position().epoch);
+        let committed = hold.committed;
+        if let Some(at) = hold.cut_at(committed)
+            && let Some(lease) = self.lease.get().filter(|_| extends)
+        {
+            lease.extend_from(at);
+        }
+        self.let_go_all(&mut hold);
     }
 
-    fn release(&self, committed: Epoch) {
-        let mut hold = self.hold();
+    /// The lease is renewed: what had to wait for that leaves.
+    pub fn renewed(&self) {
+        self.let_go_all(&mut self.hold());
+    }
+
+    /// Lets go whatever may leave. The lease is looked at before each packet: this thread may have
+    /// stood still since the last.
+    fn let_go_all(&self, hold: &mut Hold) {
         let was_full = hold.bytes >= WAITING_BYTES_MAX;
-        let now = Instant::now();
-        while let Some(packet) = hold.next(committed, now) {
+        let (limit, now) = (hold.limit(), Instant::now());
+        while self.may_leave()
+            && let Some(packet) = hold.next(limit, now)
+        {
             self.let_go(&packet);
         }
         if was_full {
@@ -305,9 +360,7 @@ impl Gate {
     pub fn open(&self) {
         let mut hold = self.hold();
         hold.is_closed = false;
-        drop(hold);
-        self.release(Epoch(u64::MAX));
-        let mut hold = self.hold();
+        self.let_go_all(&mut hold);
         hold.wanted = None;
         if let Err(error) = self.pass_out(&mut hold, CUT_MAX) {
             tracing::debug!(%error, "what left the guest could not be read");
@@ -326,7 +379,8 @@ impl Gate {
 
     /// Since when, or from when on, output waits that no checkpoint covers.
     pub fn wanted(&self) -> Option<Instant> {
-        self.hold().wanted
+        let hold = self.hold();
+        hold.wanted.filter(|_| hold.is_closed)
     }
 
     /// What it has done since this was last asked.

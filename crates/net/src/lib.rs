@@ -6,4 +6,5 @@ pub mod callers;
 pub mod gate;
 pub mod go_live;
 pub mod hook;
+pub mod lease;
 pub mod takeover;

@@ -18,6 +18,7 @@ use hotspare_replica::{
     HostRole, Replier, Security, Sender, StagedCheckpoint, WriteHalf, greeting, heart,
 };
 
+use crate::arbiter;
 use crate::brain::Brain;
 use crate::history::{History, What};
 use crate::join::BackOff;
@@ -134,6 +135,8 @@ pub struct Agent {
     pub history: History,
     /// What is counted.
     pub meters: Arc<Meters>,
+    /// Who decides about terms, if anybody does.
+    pub arbiter: Option<arbiter::Handle>,
     face: Arc<Mutex<Face>>,
 }
 
@@ -264,6 +267,7 @@ impl Agent {
             reporter,
             history,
             meters,
+            arbiter: None,
             face: Arc::new(Mutex::new(face)),
         })
     }
@@ -355,6 +359,8 @@ impl Agent {
             "ready": face.ready,
             "pause_p50_us": p50,
             "pause_p99_us": p99,
+            "arbiter": self.arbiter.as_ref().map(|arbiter| &arbiter.identity),
+            "lease_ms": self.arbiter.as_ref().map(|arbiter| arbiter.lease.rest().as_millis() as u64),
         })
     }
 

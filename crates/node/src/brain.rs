@@ -4,11 +4,11 @@
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
+use hotspare_cluster::register::Wish;
 use hotspare_cluster::{Action, Event, Node, Role, granted_by_nobody};
-use hotspare_replica::Heart;
+use hotspare_net::lease::boot_ns;
 
-use crate::agent::Message;
-use crate::mailbox::Mailbox;
+use crate::agent::{Agent, Message};
 
 /// Where events go.
 #[derive(Clone)]
@@ -44,6 +44,31 @@ impl Clock {
         (self.began.elapsed().as_nanos() as u64).saturating_sub(self.stood_still)
     }
 
+    /// This time of `CLOCK_BOOTTIME`, by which leases are counted, on this clock.
+    fn of_boot(&self, at: u64) -> u64 {
+        let (now, boot_now) = (self.now(), boot_ns());
+        match at {
+            u64::MAX => at,
+            _ if at >= boot_now => now.saturating_add(at - boot_now),
+            _ => now.saturating_sub(boot_now - at),
+        }
+    }
+
+    /// An event of the arbiter, with its times on this clock.
+    fn localise(&self, event: Event) -> Event {
+        match event {
+            Event::TermGranted { term, until, heirs } => {
+                Event::TermGranted { term, until: self.of_boot(until), heirs }
+            }
+            Event::TermDenied { term, held, retry_at } => {
+                let retry_at = retry_at.map(|at| self.of_boot(at));
+                Event::TermDenied { term, held, retry_at }
+            }
+            Event::LeaseExtended(until) => Event::LeaseExtended(self.of_boot(until)),
+            other => other,
+        }
+    }
+
     /// A wait of `asked` has taken `took`.
     fn waited(&mut self, asked: u64, took: u64, role: Role) {
         let late = took.saturating_sub(asked);
@@ -59,13 +84,19 @@ pub fn run(
     make: impl FnOnce(u64) -> (Node, Vec<Action>),
     silence_ns: u64,
     events: &Receiver<Event>,
-    heart: &Heart,
-    agent: &Mailbox<Message>,
+    agent: &Agent,
 ) {
     let mut clock = Clock { began: Instant::now(), stood_still: 0, late_max: silence_ns / 2 };
     let (mut node, first) = make(clock.now());
-    let mut answers = act(first, heart, agent);
+    let mut answers = act(first, agent);
+    let mut lease_told = 0;
     loop {
+        // Acknowledgements hold it up, too.
+        let until = agent.arbiter.as_ref().map_or(0, |arbiter| arbiter.lease.until());
+        if until > lease_told {
+            lease_told = until;
+            answers.push(Event::LeaseExtended(until));
+        }
         let event = match answers.pop() {
             Some(event) => event,
             None => {
@@ -80,22 +111,29 @@ pub fn run(
                 }
             }
         };
+        let event = clock.localise(event);
         let actions = node.step(clock.now(), event);
-        answers.extend(act(actions, heart, agent));
+        answers.extend(act(actions, agent));
     }
 }
 
 /// Does what can be done here, passes the rest on, and returns what is answered at once.
-fn act(actions: Vec<Action>, heart: &Heart, agent: &Mailbox<Message>) -> Vec<Event> {
+fn act(actions: Vec<Action>, agent: &Agent) -> Vec<Event> {
     let mut answers = Vec::new();
     for action in actions {
         match action {
-            Action::SendBeat(beat) => heart.publish(beat),
-            // There is no arbiter yet: whoever asks gets the term (README, "Two hosts cut off").
-            Action::RequestTerm { term, .. } | Action::RenewTerm(term) => {
-                answers.push(granted_by_nobody(term));
+            Action::SendBeat(beat) => agent.heart.publish(beat),
+            Action::RequestTerm { term, by } => match &agent.arbiter {
+                Some(arbiter) => arbiter.wish(Wish::Take { term, by }),
+                // Whoever asks gets the term (README, "Two hosts cut off").
+                None => answers.push(granted_by_nobody(term)),
+            },
+            Action::RenewTerm { term, heirs } => {
+                if let Some(arbiter) = &agent.arbiter {
+                    arbiter.wish(Wish::Keep { term, heirs });
+                }
             }
-            other => agent.send(Message::Act(other, Instant::now())),
+            other => agent.owner.send(Message::Act(other, Instant::now())),
         }
     }
     answers

@@ -7,10 +7,12 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use hotspare_cluster::{Action, Config, Event, Node};
+use hotspare_image::Term;
 use hotspare_net::takeover::ServiceAddress;
 use hotspare_replica::{HostRole, Identity, Security};
 
 use crate::agent::Agent;
+use crate::arbiter::{Arbiter, Place};
 use crate::brain::{self, Brain};
 use crate::control;
 use crate::history::{self, What};
@@ -156,6 +158,19 @@ struct Common {
     /// unless there are no --keys and --insecure is given.
     #[arg(long, value_name = "ADDR", env = "HOTSPARE_METRICS", value_parser = metrics_address)]
     metrics: Option<String>,
+    /// Who decides which host may run the guest: `etcd://HOST:PORT[,HOST:PORT]/PREFIX`, or
+    /// `etcds://…?ca=FILE[&cert=FILE&key=FILE]` for TLS, or
+    /// `s3://BUCKET/PREFIX[?endpoint=URL&region=NAME]`. Name and password for etcd are taken from
+    /// HOTSPARE_ARBITER_USER and HOTSPARE_ARBITER_PASSWORD, keys for S3 from AWS_ACCESS_KEY_ID and
+    /// AWS_SECRET_ACCESS_KEY. `none`: nobody decides; if both hosts live and cannot hear each
+    /// other, both run the guest, and clients reach one or the other. The same on all hosts.
+    #[arg(long, default_value = "none", env = "HOTSPARE_ARBITER", hide_env_values = true)]
+    arbiter: Place,
+    /// How long a primary may go on without the arbiter before nothing leaves its guest any more
+    /// (1s with etcd, 10s with S3). With `timeline` a failover takes as long. With `output-commit`
+    /// no failover waits for it, and a primary whose spares acknowledge goes on for a minute.
+    #[arg(long, value_parser = lease)]
+    lease: Option<Duration>,
 }
 
 impl Common {
@@ -235,6 +250,15 @@ fn metrics_address(text: &str) -> Result<String, String> {
         Err(_) if text.contains(':') => Ok(text.to_owned()),
         Err(_) => Err("write ADDRESS:PORT, as in 127.0.0.1:9707, or a port".into()),
     }
+}
+
+/// Time for some requests.
+fn lease(text: &str) -> Result<Duration, String> {
+    let given = duration(text)?;
+    if given < Duration::from_millis(300) {
+        return Err("less than 300ms: a slow request would stop the guest's output".into());
+    }
+    Ok(given)
 }
 
 pub fn duration(text: &str) -> Result<Duration, String> {
@@ -332,13 +356,13 @@ fn think(
     agent: &Agent,
     events: Receiver<Event>,
     silence: Duration,
-    first: fn(Config, u64) -> (Node, Vec<Action>),
+    first: impl FnOnce(Config, u64) -> (Node, Vec<Action>) + Send + 'static,
 ) -> std::io::Result<()> {
     let silence_ns = silence.as_nanos() as u64;
     let config = Config { silence_ns, ..Config::new(agent.node) };
     let agent = agent.clone();
     let think = move || {
-        brain::run(|now| first(config, now), silence_ns, &events, &agent.heart, &agent.owner);
+        brain::run(|now| first(config, now), silence_ns, &events, &agent);
     };
     std::thread::Builder::new().name("brain".into()).spawn(think).map(drop)
 }
@@ -353,7 +377,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     let security = security(common)?;
     let owned = owner.clone();
     let (role, state) = (HostRole::Primary, &common.state_dir);
-    let agent = Agent::new(security, role, common.silence, brain, owned, reporter, state)?;
+    let mut agent = Agent::new(security, role, common.silence, brain, owned, reporter, state)?;
     let program = arguments.command.first().cloned().unwrap_or_default();
     let settings = Settings {
         guest: arguments.guest.clone().unwrap_or(program),
@@ -361,9 +385,11 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         service: arguments.service_address,
         files: arguments.files.clone(),
         guarantee: arguments.guarantee,
+        arbiter: common.arbiter.identity(),
     };
     settings.require_consistent()?;
     control::require_free_name(&settings.guest)?;
+    let term = begin_term(&mut agent, common, &settings)?;
     if let Some(warning) = settings.service.and_then(answers_already) {
         agent.reporter.note(&warning);
     }
@@ -381,10 +407,22 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     control::serve(&agent)?;
     let (mut maker, init) = launch(&how, &settings)?;
     maker.stop_and_copy = arguments.stop_and_copy;
+    maker.term = term;
+    agent.face().term = term;
     if let Some(network) = &maker.network {
         output::begin(&agent, network)?;
     }
-    think(&agent, events, common.silence, Node::first)?;
+    let fence_at_expiry = settings.writes_shared_files();
+    let lease = agent.arbiter.clone().map(|arbiter| arbiter.lease);
+    let first = move |config, now: u64| match lease {
+        None => Node::first(config, now),
+        Some(lease) => {
+            let config = Config { fence_at_expiry, ..config };
+            let until = now.saturating_add(lease.rest().as_nanos() as u64);
+            (Node::reigning(config, now, term, until), Vec::new())
+        }
+    };
+    think(&agent, events, common.silence, first)?;
     if let Some(listener) = listener {
         agent.listen(listener)?;
     }
@@ -399,6 +437,16 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     ended
 }
 
+/// Gets the first term of a guest that is about to start.
+fn begin_term(agent: &mut Agent, common: &Common, settings: &Settings) -> anyhow::Result<Term> {
+    let Some(arbiter) = Arbiter::open(&common.arbiter, common.lease)? else { return Ok(Term(1)) };
+    agent.arbiter = Some(arbiter.handle());
+    let (node, at_once) = (agent.node, settings.guarantee.is_exact());
+    let term = arbiter.take_first(node, &settings.guest, at_once, &agent.reporter)?;
+    arbiter.serve(agent)?;
+    Ok(term)
+}
+
 fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
     preflight::require_kernel()?;
     raise_descriptor_limit();
@@ -408,7 +456,11 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
     let (brain, events) = Brain::new();
     let security = security(common)?;
     let (role, state) = (HostRole::Spare, &common.state_dir);
-    let agent = Agent::new(security, role, common.silence, brain, owner, reporter, state)?;
+    let mut agent = Agent::new(security, role, common.silence, brain, owner, reporter, state)?;
+    if let Some(arbiter) = Arbiter::open(&common.arbiter, common.lease)? {
+        agent.arbiter = Some(arbiter.handle());
+        arbiter.serve(&agent)?;
+    }
     let listener = match &arguments.listen {
         Some(address) => listen(address)?,
         None => TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"))?,

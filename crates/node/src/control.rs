@@ -158,12 +158,17 @@ fn table(agents: &[Value]) -> String {
         true => format!("{} of {} ready", answer["ready"], answer["spares"]),
         false => "-".to_owned(),
     };
-    let head = ["GUEST", "ROLE", "PID", "TERM", "EPOCH", "SPARES", "PAUSE p50/p99"];
+    let lease = |answer: &Value| match (answer["lease_ms"].as_u64(), answer["role"] == "primary") {
+        (Some(0), true) => "over".to_owned(),
+        (Some(ms), true) => format!("{:.1} s", ms as f64 / 1000.0),
+        _ => "-".to_owned(),
+    };
+    let head = ["GUEST", "ROLE", "PID", "TERM", "EPOCH", "SPARES", "LEASE", "PAUSE p50/p99"];
     let mut rows = vec![head.map(str::to_owned)];
     rows.extend(agents.iter().map(|answer| {
         let [guest, role, pid, term, epoch] =
             ["guest", "role", "pid", "term", "epoch"].map(|name| text(&answer[name]));
-        [guest, role, pid, term, epoch, spares(answer), pause(answer)]
+        [guest, role, pid, term, epoch, spares(answer), lease(answer), pause(answer)]
     }));
     columns(&rows)
 }
@@ -240,13 +245,13 @@ mod tests {
     fn several_guests_are_told_in_columns() {
         let agents = [
             json!({"guest": "redis", "role": "primary", "pid": 7, "term": 1, "epoch": 1234,
-                   "spares": 2, "ready": 1, "pause_p50_us": 812.4, "pause_p99_us": 2000.0}),
+                   "spares": 2, "ready": 1, "lease_ms": 812, "pause_p50_us": 812.4, "pause_p99_us": 2000.0}),
             json!({"guest": "-", "role": "spare", "pid": 31234, "term": 0, "epoch": 0}),
         ];
         let expected = "\
-GUEST  ROLE     PID    TERM  EPOCH  SPARES        PAUSE p50/p99
-redis  primary  7      1     1234   1 of 2 ready  812/2000 µs
--      spare    31234  0     0      -             -
+GUEST  ROLE     PID    TERM  EPOCH  SPARES        LEASE  PAUSE p50/p99
+redis  primary  7      1     1234   1 of 2 ready  0.8 s  812/2000 µs
+-      spare    31234  0     0      -             -      -
 ";
         assert_eq!(table(&agents), expected);
     }

@@ -85,6 +85,8 @@ pub struct EpochMaker {
     pages: u64,
     /// The next checkpoint is the last one.
     hold: bool,
+    /// What leaves the guest waits for checkpoints.
+    pub holds_output: bool,
     open: Option<Open>,
 }
 
@@ -168,6 +170,7 @@ impl EpochMaker {
             tries: 0,
             pages: u64::MAX,
             hold: false,
+            holds_output: settings.guarantee.is_exact(),
             open: None,
         }
     }

@@ -17,7 +17,7 @@ use hotspare_process::objects::socket::SocketCapture;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use crate::epoch::EpochMaker;
-use crate::settings::{Guarantee, Settings, uplink};
+use crate::settings::{Settings, uplink};
 use crate::spare::serve_files;
 
 /// Limits of open files that we were given, before we raised them: the guest gets these.
@@ -73,7 +73,7 @@ pub fn launch(how: &Launch<'_>, settings: &Settings) -> anyhow::Result<(EpochMak
     drop(mounts);
     let namespaces = init.namespaces()?;
     let network = match settings.service {
-        Some(service) => bring_up(&how.network, service, settings.guarantee, &namespaces)?,
+        Some(service) => bring_up(&how.network, service, settings, &namespaces)?,
         None => None,
     };
     let program = FirstProgram {
@@ -116,12 +116,12 @@ pub fn launch(how: &Launch<'_>, settings: &Settings) -> anyhow::Result<(EpochMak
 fn bring_up(
     network: &Network<'_>,
     service: ServiceAddress,
-    guarantee: Guarantee,
+    settings: &Settings,
     namespaces: &GuestNamespaces,
 ) -> anyhow::Result<Option<ServiceNetwork>> {
     match network {
         Network::Service(bridge) => {
-            let uplink = uplink(*bridge, service, guarantee)?;
+            let uplink = uplink(*bridge, service, settings)?;
             let mut prepared = ServiceNetwork::prepare(namespaces.net.as_fd(), service, uplink)?;
             prepared.announce()?;
             Ok(Some(prepared))

@@ -3,6 +3,7 @@
 
 mod agent;
 mod alike;
+mod arbiter;
 mod beside;
 mod brain;
 mod cli;

@@ -6,6 +6,7 @@
 //!                       └── as soon as the checkpoint before is acknowledged
 //! ```
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,9 @@ const AFTER_REFUSAL: Duration = Duration::from_secs(5);
 /// Lets packets pass from now on, if they need somebody for that.
 pub fn begin(agent: &Agent, network: &ServiceNetwork) -> anyhow::Result<()> {
     let Some(gate) = network.gate() else { return Ok(()) };
+    if let Some(arbiter) = &agent.arbiter {
+        gate.bind(Arc::clone(&arbiter.lease));
+    }
     agent.face().gate = Some(Arc::clone(gate));
     let (gate, owner) = (Arc::clone(gate), agent.owner.clone());
     let pass = move || gate.run(|| owner.send(Message::OutputWaits));
@@ -35,6 +39,9 @@ pub fn begin(agent: &Agent, network: &ServiceNetwork) -> anyhow::Result<()> {
 impl EpochMaker {
     /// Where output is held, if it is.
     pub fn gate(&self) -> Option<&Gate> {
+        if !self.holds_output {
+            return None;
+        }
         self.network.as_ref()?.gate().map(Arc::as_ref)
     }
 }
@@ -53,14 +60,27 @@ impl Agent {
         self.let_go();
     }
 
-    fn let_go(&self) {
+    /// Lets go what everybody has who could take over: all spares that have acknowledged anything,
+    /// and all heirs that the arbiter knows.
+    pub fn let_go(&self) {
+        let heirs = self.awaited_heirs();
         let (gate, least) = {
             let face = self.face();
+            if heirs.iter().any(|heir| !face.committed.contains_key(heir)) {
+                return;
+            }
             (face.gate.clone(), face.committed.values().min().copied())
         };
         if let (Some(gate), Some(least)) = (gate, least) {
-            gate.commit(least);
+            gate.commit(least, !heirs.is_empty());
         }
+    }
+
+    /// Spares without which nothing may leave: the arbiter would give them the term at once.
+    pub fn awaited_heirs(&self) -> BTreeSet<NodeId> {
+        let Some(arbiter) = &self.arbiter else { return BTreeSet::new() };
+        let heirs = arbiter.lease.heirs();
+        if heirs.are_awaited() { heirs.nodes.clone() } else { BTreeSet::new() }
     }
 }
 
@@ -88,11 +108,13 @@ impl Primary {
 
     /// Output waits for nobody if nobody could take over.
     ///
-    /// A spare whose stream has ended counts as gone here. Without an arbiter nothing better is
-    /// known: one that lives and was only cut off takes over, and both hosts speak.
+    /// A spare whose stream has ended counts as gone here. An arbiter has struck it out by then, or
+    /// has given it the term. Without one nothing better is known: a spare that lives and was only
+    /// cut off takes over, and both hosts speak.
     pub fn open_gate_if_alone(&self) {
         let Some(gate) = self.gate() else { return };
-        if gate.is_closed() && !self.maker.can_be_replaced() && !self.is_frozen() {
+        let replaceable = self.maker.can_be_replaced() || !self.agent.awaited_heirs().is_empty();
+        if gate.is_closed() && !replaceable && !self.is_frozen() {
             gate.open();
         }
     }

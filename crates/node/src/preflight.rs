@@ -49,6 +49,7 @@ impl CheckArguments {
             service: self.service_address,
             files: self.files.clone(),
             guarantee: crate::settings::Guarantee::default(),
+            arbiter: None,
         }
     }
 

@@ -337,9 +337,16 @@ impl Primary {
                     network.announce().context("announce the service address again")?;
                 }
             }
+            Action::Suspend => self.agent.reporter.note(
+                "THE LEASE IS OVER: nothing leaves the guest until the arbiter renews it, or gives \
+                 the term to a spare",
+            ),
+            Action::Resume => {
+                self.agent.reporter.note("the lease is renewed: the guest speaks again")
+            }
             Action::SendBeat(_)
             | Action::RequestTerm { .. }
-            | Action::RenewTerm(_)
+            | Action::RenewTerm { .. }
             | Action::Suspect { .. }
             | Action::Trust(_)
             | Action::CannotTakeOver(_)
@@ -416,8 +423,18 @@ impl Primary {
         }
         self.say_goodbye(GoodbyeCode::SteppedDown, "this host is primary no longer");
         let term = self.maker.term;
+        if !switched {
+            self.give_up(false);
+        }
         self.hook.run(HookEvent::Release, &self.settings, term, &self.agent.reporter);
         Ok(Some(if switched { 0 } else { 75 }))
+    }
+
+    /// Our guest is stopped for good; whether the arbiter knows that, if there is one. Nobody
+    /// inherits a guest that has `ended`.
+    fn give_up(&self, ended: bool) -> bool {
+        let arbiter = self.agent.arbiter.as_ref();
+        arbiter.is_none_or(|arbiter| arbiter.give_up(self.maker.term, ended))
     }
 
     fn say_goodbye(&self, code: GoodbyeCode, text: &str) {
@@ -466,7 +483,8 @@ impl Primary {
         self.remember(What::Ended { status: code, how: end.to_string() });
         self.answer_asker(Err("the guest has ended".into()));
         self.last_words();
-        if !killed && let Some(gate) = self.gate() {
+        let nobody_inherits = self.give_up(!killed) && !killed;
+        if nobody_inherits && let Some(gate) = self.gate() {
             // Nobody goes on with it: its last words are final.
             gate.open();
         }

@@ -79,6 +79,8 @@ pub struct Settings {
     pub files: Vec<FileRule>,
     /// `--guarantee`.
     pub guarantee: Guarantee,
+    /// Who decides about terms, as [`crate::arbiter::Place::identity`] has it.
+    pub arbiter: Option<String>,
 }
 
 impl Settings {
@@ -93,6 +95,7 @@ impl Settings {
         if self.guarantee != Guarantee::default() {
             pairs.push(("guarantee".to_owned(), self.guarantee.to_string()));
         }
+        pairs.extend(self.arbiter.iter().map(|arbiter| ("arbiter".to_owned(), arbiter.clone())));
         pairs
     }
 
@@ -104,6 +107,7 @@ impl Settings {
             service: None,
             files: Vec::new(),
             guarantee: Guarantee::default(),
+            arbiter: None,
         };
         for (name, value) in pairs {
             match name.as_str() {
@@ -111,6 +115,7 @@ impl Settings {
                 "epoch-us" => settings.epoch = Duration::from_micros(value.parse()?),
                 "service" => settings.service = Some(value.parse()?),
                 "files" => settings.files.push(value.parse()?),
+                "arbiter" => settings.arbiter = Some(value.clone()),
                 "guarantee" => {
                     let parsed = <Guarantee as clap::ValueEnum>::from_str(value, false);
                     settings.guarantee = parsed.map_err(anyhow::Error::msg)?;
@@ -132,6 +137,25 @@ impl Settings {
         Ok(())
     }
 
+    /// Whether what the guest does reaches others by more than its packets, which are stopped when
+    /// its term is over.
+    pub fn writes_shared_files(&self) -> bool {
+        self.files.iter().any(|rule| !rule.replicated)
+    }
+
+    /// Fails if a spare with this arbiter could not follow a primary with these settings.
+    pub fn require_same_arbiter(&self, own: Option<&str>) -> anyhow::Result<()> {
+        let name = |arbiter: Option<&str>| arbiter.unwrap_or("none").to_owned();
+        if self.arbiter.as_deref() != own {
+            bail!(
+                "the primary has the arbiter {}, this spare {}: start both with the same --arbiter",
+                name(self.arbiter.as_deref()),
+                name(own)
+            );
+        }
+        Ok(())
+    }
+
     /// Standing of the guest's paths.
     pub fn rules(&self) -> FileRules {
         FileRules::new(self.files.iter().map(|rule| {
@@ -148,21 +172,23 @@ impl Settings {
 }
 
 /// How this host reaches the service's clients: a bridge, or the interface that has an address in
-/// the service's network. Where output is held, through the agent in either case.
+/// the service's network. Through the agent in either case where output is held, and where it ends
+/// with a lease: no other way stops when the agent does.
 pub fn uplink(
     bridge: Option<&str>,
     service: ServiceAddress,
-    guarantee: Guarantee,
+    settings: &Settings,
 ) -> anyhow::Result<Uplink> {
-    let through = |parent| match guarantee {
-        Guarantee::Timeline => Uplink::Routed { parent },
-        Guarantee::OutputCommit => Uplink::Gated { parent },
+    let gated = settings.guarantee.is_exact() || settings.arbiter.is_some();
+    let through = |parent| match gated {
+        false => Uplink::Routed { parent },
+        true => Uplink::Gated { parent },
     };
     if let Some(name) = bridge {
         let name = name.to_owned();
-        return Ok(match guarantee {
-            Guarantee::Timeline => Uplink::Bridge { name, gateway: None },
-            Guarantee::OutputCommit => through(name),
+        return Ok(match gated {
+            false => Uplink::Bridge { name, gateway: None },
+            true => through(name),
         });
     }
     for interface in nix::ifaddrs::getifaddrs()? {
@@ -255,6 +281,7 @@ mod tests {
             service: Some("10.0.0.5/24".parse().expect("an address")),
             files: vec!["replicate:/data".parse().expect("a rule")],
             guarantee: Guarantee::OutputCommit,
+            arbiter: Some("etcd:hotspare".into()),
         };
         assert_eq!(Settings::from_pairs(&settings.to_pairs()).expect("reads"), settings);
     }

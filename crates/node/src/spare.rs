@@ -99,6 +99,11 @@ fn greet(agent: &Agent, channel: Channel) -> anyhow::Result<Welcomed> {
     let greeting = Greeting::exchange(channel, &own, judge)?;
     let (channel, welcome, hello) = greeting.join(own.term)?;
     let settings = Settings::from_pairs(&welcome.settings)?;
+    let arbiter = agent.arbiter.as_ref();
+    settings.require_same_arbiter(arbiter.map(|arbiter| &*arbiter.identity))?;
+    if let Some(arbiter) = arbiter {
+        arbiter.guest(&settings.guest, settings.guarantee.is_exact());
+    }
     let key: HeartKey = welcome
         .heart_key
         .as_slice()
@@ -399,7 +404,9 @@ impl Spare {
             Action::Join { primary, .. } => self.look_for(primary),
             Action::SendBeat(_)
             | Action::RequestTerm { .. }
-            | Action::RenewTerm(_)
+            | Action::RenewTerm { .. }
+            | Action::Suspend
+            | Action::Resume
             | Action::AcceptSpare { .. }
             | Action::DropSpare { .. }
             | Action::TellMembers(_)
@@ -492,7 +499,7 @@ impl Held {
         let ghost = Ghost::new(config)?;
         let network = match settings.service {
             Some(service) => {
-                let uplink = crate::settings::uplink(bridge, service, settings.guarantee)?;
+                let uplink = crate::settings::uplink(bridge, service, &settings)?;
                 let net = std::os::fd::AsFd::as_fd(&ghost.namespaces().net);
                 Some(ServiceNetwork::prepare(net, service, uplink)?)
             }

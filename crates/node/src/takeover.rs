@@ -137,6 +137,7 @@ fn cause(
         Some(SuspectCause::AgentDied) => ("the agent of the primary died", true),
         Some(SuspectCause::GuestDied) => ("the guest was killed on the primary", true),
         Some(SuspectCause::Fenced) => ("the primary had stopped its guest", true),
+        Some(SuspectCause::Suspended) => ("the primary could not renew its term", false),
         None => ("the primary is gone", false),
     };
     let age = spare.staged.map_or(Duration::ZERO, |at| decision.at.saturating_duration_since(at));
@@ -145,7 +146,8 @@ fn cause(
 
 /// What was sent and may not have arrived is sent again at once, however much it is.
 fn lengthen_flights(held: &Held, lengthen: bool) -> anyhow::Result<()> {
-    let Some(network) = &held.network else { return Ok(()) };
+    let exact = held.settings.guarantee.is_exact();
+    let Some(network) = held.network.as_ref().filter(|_| exact) else { return Ok(()) };
     let net = held.ghost.namespaces().net.as_fd();
     network.lengthen_flights(net, lengthen).context("prepare the guest's route")
 }

@@ -85,6 +85,7 @@ fn role_number(role: BeatRole) -> u8 {
         BeatRole::Fenced => 4,
         BeatRole::TakeoverFailed => 5,
         BeatRole::TakingOver => 6,
+        BeatRole::Suspended => 7,
     }
 }
 
@@ -96,6 +97,7 @@ fn role_of(number: u8) -> Option<BeatRole> {
         4 => Some(BeatRole::Fenced),
         5 => Some(BeatRole::TakeoverFailed),
         6 => Some(BeatRole::TakingOver),
+        7 => Some(BeatRole::Suspended),
         _ => None,
     }
 }

@@ -4,17 +4,69 @@ use super::*;
 
 impl Node {
     pub(super) fn watch_lease(&mut self, now: Nanos, out: &mut Vec<Action>) {
+        let fences = self.config.fence_at_expiry;
         let State::Reigning(reign) = &mut self.state else { return };
         if let Phase::Offered { .. } = reign.phase {
             // The guest stands still and has no address: it does no harm whoever reigns.
             return;
         }
-        if now >= reign.lease_until {
-            self.fence(FenceCause::LeaseExpired, out);
-        } else if now >= reign.renew_at {
-            let rest = reign.lease_until - now;
-            reign.renew_at = now.saturating_add((rest / 2).max(1));
-            out.push(Action::RenewTerm(reign.term));
+        let over = now >= reign.lease_until && !mutate::is(Mutation::NoExpiry);
+        if over && fences {
+            return self.fence(FenceCause::LeaseExpired, out);
+        }
+        let fresh = over && !reign.suspended;
+        reign.suspended |= over;
+        if now >= reign.renew_at || fresh {
+            let rest = reign.lease_until.saturating_sub(now) / 2;
+            let rest = if rest == 0 { self.config.silence_ns } else { rest };
+            reign.renew_at = now.saturating_add(rest.max(self.config.heartbeat_ns));
+            let renewal = reign.renewal();
+            out.push(renewal);
+        }
+        if fresh {
+            out.push(Action::Suspend);
+            self.send_beat(out);
+        }
+    }
+
+    /// The arbiter has these now. Whoever has come or gone since is told at once: one that is not
+    /// there cannot take over, and without one that is gone nothing leaves.
+    pub(super) fn heirs_recorded(
+        &mut self,
+        term: Term,
+        heirs: BTreeSet<NodeId>,
+        out: &mut Vec<Action>,
+    ) {
+        let State::Reigning(reign) = &mut self.state else { return };
+        if reign.term != term {
+            return;
+        }
+        if reign.asked.as_ref() == Some(&heirs) {
+            reign.asked = None;
+        }
+        let changed = std::mem::replace(&mut reign.heirs, heirs.clone()) != heirs;
+        if changed {
+            self.protection_changed(out);
+        }
+        self.keep_heirs(out);
+    }
+
+    pub(super) fn keep_heirs(&mut self, out: &mut Vec<Action>) {
+        let State::Reigning(reign) = &mut self.state else { return };
+        let wanted = reign.wanted_heirs();
+        let known = reign.asked.as_ref().unwrap_or(&reign.heirs);
+        if reign.lease_until != Nanos::MAX && *known != wanted {
+            let renewal = reign.renewal();
+            out.push(renewal);
+        }
+    }
+
+    pub(super) fn lease_extended(&mut self, now: Nanos, until: Nanos, out: &mut Vec<Action>) {
+        let State::Reigning(reign) = &mut self.state else { return };
+        reign.lease_until = reign.lease_until.max(until);
+        if reign.lease_until > now && std::mem::take(&mut reign.suspended) {
+            out.push(Action::Resume);
+            self.send_beat(out);
         }
     }
 
@@ -58,7 +110,17 @@ impl Node {
     pub(super) fn spares_changed(&mut self, out: &mut Vec<Action>) {
         let State::Reigning(reign) = &mut self.state else { return };
         out.push(Action::TellMembers(reign.members()));
-        let protected = reign.spares.values().any(Spare::is_ready);
+        self.keep_heirs(out);
+        self.protection_changed(out);
+    }
+
+    fn protection_changed(&mut self, out: &mut Vec<Action>) {
+        let State::Reigning(reign) = &mut self.state else { return };
+        let none = reign.lease_until == Nanos::MAX;
+        let could = |(node, spare): (&NodeId, &Spare)| {
+            spare.is_ready() && (none || reign.heirs.contains(node))
+        };
+        let protected = reign.spares.iter().any(could);
         if protected != reign.protected {
             reign.protected = protected;
             out.push(if protected { Action::BecomeProtected } else { Action::BecomeUnprotected });
@@ -232,7 +294,8 @@ impl Node {
         if reclaim.is_none() {
             let newer = self.seen.max(*term).next();
             *reclaim = Some(newer);
-            out.push(Action::RequestTerm { term: newer, consent_of });
+            let by = consent_of.map_or(By::Heir, By::Word);
+            out.push(Action::RequestTerm { term: newer, by });
         }
     }
 
@@ -267,7 +330,10 @@ impl Node {
             BeatRole::TakeoverFailed => {
                 self.reclaim(Some(beat.term), out);
             }
-            BeatRole::SpareSyncing | BeatRole::SpareReady | BeatRole::Fenced => return false,
+            BeatRole::SpareSyncing
+            | BeatRole::SpareReady
+            | BeatRole::Fenced
+            | BeatRole::Suspended => return false,
         }
         true
     }
@@ -320,6 +386,7 @@ impl Node {
         reign.phase = Phase::Running;
         out.push(Action::ThawGuest { term: reign.term });
         out.push(Action::TellMembers(reign.members()));
+        self.keep_heirs(out);
         self.send_beat(out);
     }
 }
@@ -357,6 +424,9 @@ impl Reign {
             position: Position::default(),
             lease_until: until,
             renew_at: until,
+            heirs: BTreeSet::new(),
+            asked: None,
+            suspended: false,
             phase,
             spares: BTreeMap::new(),
             protected: false,
@@ -366,12 +436,31 @@ impl Reign {
         reign
     }
 
+    /// Renewals come four times in a lease.
     pub(super) fn lease(&mut self, now: Nanos, until: Nanos) {
         self.lease_until = until;
         self.renew_at = match until {
             Nanos::MAX => Nanos::MAX,
-            _ => now.saturating_add(until.saturating_sub(now) / 2),
+            _ => now.saturating_add(until.saturating_sub(now) / 4),
         };
+    }
+
+    /// Who should be able to take the term. While it changes hands that stays as it is.
+    fn wanted_heirs(&self) -> BTreeSet<NodeId> {
+        if let Phase::TakingOver | Phase::Offered { .. } = self.phase {
+            return self.heirs.clone();
+        }
+        if mutate::is(Mutation::NoHeirs) {
+            return BTreeSet::new();
+        }
+        let ready = self.spares.iter().filter(|(_, spare)| spare.is_ready());
+        ready.map(|(node, _)| *node).collect()
+    }
+
+    fn renewal(&mut self) -> Action {
+        let heirs = self.wanted_heirs();
+        self.asked = Some(heirs.clone());
+        Action::RenewTerm { term: self.term, heirs }
     }
 
     pub(super) fn hear_rival(&mut self, now: Nanos, beat: Beat, out: &mut Vec<Action>) {

@@ -12,12 +12,15 @@ impl Node {
         if matches!(beat.role, BeatRole::Fenced | BeatRole::TakeoverFailed) {
             return self.primary_gone(now, beat.from, SuspectCause::Fenced, out);
         }
+        if beat.role == BeatRole::Suspended {
+            return self.primary_gone(now, beat.from, SuspectCause::Suspended, out);
+        }
         if !beat.leads() {
             return;
         }
         match f.suspicion.map(|s| (s.cause, now.saturating_sub(s.since))) {
             None => f.heard_at = Some(now),
-            Some((SuspectCause::Silence, _)) => {
+            Some((SuspectCause::Silence | SuspectCause::Suspended, _)) => {
                 f.trust(now);
                 out.push(Action::Trust(beat.from));
                 if std::mem::take(&mut f.stream_over) {
@@ -50,7 +53,10 @@ impl Node {
         }
         let known = match f.suspicion {
             None => false,
-            Some(Suspicion { cause: SuspectCause::Silence, .. }) => cause == SuspectCause::Silence,
+            Some(Suspicion {
+                cause: before @ (SuspectCause::Silence | SuspectCause::Suspended),
+                ..
+            }) => cause == before || cause == SuspectCause::Silence,
             Some(_) => true,
         };
         if !known {
@@ -79,7 +85,14 @@ impl Node {
         }
         let unfit = f.unfit(self.seen);
         let due = now >= self.claim_at(f, suspicion);
-        let term = self.seen.max(f.term).next();
+        let term = match mutate::is(Mutation::StaleClaim) {
+            true => f.term,
+            false => self.seen.max(f.term).next(),
+        };
+        let by = match suspicion.cause {
+            SuspectCause::GuestDied | SuspectCause::Fenced => By::Word(f.term),
+            SuspectCause::Silence | SuspectCause::AgentDied | SuspectCause::Suspended => By::Heir,
+        };
         let State::Following(f) = &mut self.state else { return };
         match unfit {
             Some(reason) if !f.told_unfit => {
@@ -89,7 +102,7 @@ impl Node {
             Some(_) => {}
             None if due => {
                 f.claim = Some(Claim { term, offered: false });
-                out.push(Action::RequestTerm { term, consent_of: None });
+                out.push(Action::RequestTerm { term, by });
             }
             None => {}
         }
@@ -159,7 +172,7 @@ impl Node {
             let fit = f.primary == from && f.unfit(seen).is_none() && f.ghost >= Some(position);
             if fit && f.claim.is_none() && term > f.term {
                 f.claim = Some(Claim { term, offered: true });
-                return out.push(Action::RequestTerm { term, consent_of: Some(f.term) });
+                return out.push(Action::RequestTerm { term, by: By::Offer(f.term) });
             }
         }
         out.push(Action::RefuseSwitchover { from });
@@ -171,7 +184,7 @@ impl Node {
         f.ghost = f.ghost.or(f.inherited.take());
         if f.ghost.is_some() && f.claim.is_none() {
             f.claim = Some(Claim { term, offered: false });
-            out.push(Action::RequestTerm { term, consent_of: None });
+            out.push(Action::RequestTerm { term, by: By::First });
         } else {
             out.push(Action::CannotTakeOver(CannotTakeOver::GhostIncomplete));
         }
@@ -182,6 +195,7 @@ impl Node {
             && reign.phase == Phase::TakingOver
         {
             reign.phase = Phase::Running;
+            self.keep_heirs(out);
             // A primary that has switched over waits for it.
             self.send_beat(out);
         }
@@ -219,7 +233,9 @@ impl Following {
     }
 
     pub(super) fn unfit(&self, seen: Term) -> Option<CannotTakeOver> {
-        if self.ghost.is_none() {
+        if mutate::is(Mutation::AnyGhost) {
+            None
+        } else if self.ghost.is_none() {
             Some(CannotTakeOver::GhostIncomplete)
         } else if !self.attached {
             Some(CannotTakeOver::Detached)

@@ -9,6 +9,7 @@
 //! | no term is given twice | yes | **no** | yes |
 //! | once healed, one primary is left | yes | yes | yes |
 
+mod court;
 mod world;
 
 use hotspare_cluster::{Event, Role};
@@ -51,7 +52,7 @@ fn a_primary_and_ready_spares(world: &mut World) -> NodeId {
 
 #[test]
 fn a_silent_primary_is_replaced_once() {
-    for arbiter in [Arbiter::None, Arbiter::Lease] {
+    for arbiter in [Arbiter::None, Arbiter::Lease, Arbiter::Commit] {
         for hosts in 2..=4 {
             for_seeds(hosts, arbiter, |world| {
                 let old = a_primary_and_ready_spares(world);
@@ -102,7 +103,7 @@ fn a_guest_that_ended_is_not_replaced() {
 
 #[test]
 fn a_switchover_moves_the_guest_without_loss() {
-    for arbiter in [Arbiter::None, Arbiter::Lease] {
+    for arbiter in [Arbiter::None, Arbiter::Lease, Arbiter::Commit] {
         for hosts in 2..=4 {
             for_seeds(hosts, arbiter, |world| {
                 let old = a_primary_and_ready_spares(world);
@@ -136,7 +137,7 @@ fn in_vain(world: &mut World) {
 
 #[test]
 fn a_switchover_whose_takeover_fails_gives_the_guest_back() {
-    for arbiter in [Arbiter::None, Arbiter::Lease] {
+    for arbiter in [Arbiter::None, Arbiter::Lease, Arbiter::Commit] {
         for hosts in 2..=3 {
             for_seeds(hosts, arbiter, |world| {
                 world.fail_takeovers_percent = 100;
@@ -191,7 +192,7 @@ fn a_failed_takeover_passes_to_the_next_spare() {
 
 #[test]
 fn crash_after_crash_the_guest_lives_while_a_ready_spare_does() {
-    for arbiter in [Arbiter::None, Arbiter::Lease] {
+    for arbiter in [Arbiter::None, Arbiter::Lease, Arbiter::Commit] {
         for_seeds(3, arbiter, |world| {
             for round in 1..=5 {
                 let primary = a_primary_and_ready_spares(world);
@@ -224,7 +225,7 @@ fn chaos(world: &mut World, cuts: bool) {
         }
         let a = hosts[world.dice.below(hosts.len() as u64) as usize];
         let b = hosts[world.dice.below(hosts.len() as u64) as usize];
-        match world.dice.below(if cuts { 8 } else { 5 }) {
+        match world.dice.below(if cuts { 10 } else { 5 }) {
             0 => world.crash(a, true, Some(300 * MS)),
             1 => world.crash(a, false, Some(300 * MS)),
             2 => world.deliver(a, Event::SwitchoverAsked(None)),
@@ -236,6 +237,13 @@ fn chaos(world: &mut World, cuts: bool) {
             5 if a != b => world.cut(a, b),
             6 => world.cut_arbiter(a),
             7 => world.heal(),
+            8 => world.cut_all_from_arbiter(),
+            9 => {
+                let dead = world.dead();
+                if let Some(id) = dead.first() {
+                    world.start_anew(*id);
+                }
+            }
             _ => {}
         }
     }
@@ -243,15 +251,21 @@ fn chaos(world: &mut World, cuts: bool) {
 
 #[test]
 fn with_an_arbiter_no_fault_makes_two_guests() {
-    for hosts in 2..=4 {
-        for_seeds(hosts, Arbiter::Lease, |world| {
-            chaos(world, true);
-            world.heal();
-            settle(world);
-            settle(world);
-            assert!(world.with_role(Role::Primary).len() <= 1);
-        });
+    for arbiter in [Arbiter::Lease, Arbiter::Commit] {
+        for hosts in 2..=4 {
+            for_seeds(hosts, arbiter, any_fault);
+        }
     }
+}
+
+fn any_fault(world: &mut World) {
+    chaos(world, true);
+    world.heal();
+    for _ in 0..4 {
+        settle(world);
+    }
+    let primaries = world.with_role(Role::Primary);
+    assert!(primaries.len() <= 1, "primaries {primaries:?}");
 }
 
 #[test]

@@ -3,12 +3,15 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
-use hotspare_cluster::{Action, Beat, Closed, Config, Event, Nanos, Node, Role, granted_by_nobody};
+use hotspare_cluster::register::{Record, Wish};
+use hotspare_cluster::{Action, Beat, Closed, Config, Event, Nanos, Node, Role};
 use hotspare_image::{Epoch, NodeId, Position, Term};
 
+use super::court::{Client, Spoken};
+
 pub const MS: Nanos = 1_000_000;
-const EPOCH: Nanos = 100 * MS;
-const LEASE: Nanos = 400 * MS;
+pub const EPOCH: Nanos = 100 * MS;
+pub const LEASE: Nanos = 400 * MS;
 
 /// SplitMix64 (Steele, Lea, Flood 2014): enough for choosing faults.
 pub struct Dice(u64);
@@ -37,53 +40,121 @@ impl Dice {
 pub enum Arbiter {
     /// Everybody gets every term.
     None,
-    /// One register with a lease, reachable unless cut off.
+    /// One register, reachable unless cut off; output waits for nobody.
     Lease,
+    /// One register; output waits for the spares.
+    Commit,
+}
+
+pub fn config(node: NodeId) -> Config {
+    Config::new(node)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Guest {
+pub enum Guest {
     Absent,
     Runs,
     Frozen,
 }
 
-struct Host {
-    node: Option<Node>,
-    incarnation: u64,
-    guest: Guest,
+pub struct Host {
+    pub node: Option<Node>,
+    pub incarnation: u64,
+    pub guest: Guest,
+    /// The guest is about to run.
+    pub taking_over: bool,
     ghost: Option<(Term, Position)>,
-    taken: Position,
+    pub taken: Position,
     wants: Option<NodeId>,
-    last_term: Term,
+    pub last_term: Term,
+    pub client: Client,
+    /// What spares have acknowledged.
+    pub committed: BTreeMap<NodeId, Epoch>,
+    /// When checkpoints were taken.
+    pub cuts: BTreeMap<Epoch, Nanos>,
+    /// Its clock: what it said at the beginning, and how much it gains, in millionths.
+    clock: (Nanos, i64),
 }
 
 #[derive(Debug)]
-enum Due {
-    Event { to: NodeId, incarnation: u64, event: Event },
-    Beat { to: NodeId, beat: Beat },
-    Pump { from: NodeId, to: NodeId, stream: u64 },
-    Dial { from: NodeId, to: NodeId },
-    AskArbiter { node: NodeId, term: Term, consent_of: Option<Term> },
-    Epoch { node: NodeId, incarnation: u64 },
-    Restart { node: NodeId },
-    TakenOver { node: NodeId, incarnation: u64 },
+pub enum Due {
+    Event {
+        to: NodeId,
+        incarnation: u64,
+        event: Event,
+    },
+    Beat {
+        to: NodeId,
+        beat: Beat,
+    },
+    Pump {
+        from: NodeId,
+        to: NodeId,
+        stream: u64,
+    },
+    Dial {
+        from: NodeId,
+        to: NodeId,
+    },
+    Read {
+        node: NodeId,
+        exchange: u64,
+    },
+    Swap {
+        node: NodeId,
+        exchange: u64,
+        version: u64,
+        record: Record,
+    },
+    Answer {
+        node: NodeId,
+        exchange: u64,
+        version: u64,
+        record: Option<Record>,
+        swapped: Option<bool>,
+    },
+    NoAnswer {
+        node: NodeId,
+        exchange: u64,
+    },
+    Noticed {
+        node: NodeId,
+        version: u64,
+        record: Record,
+    },
+    StartAgain {
+        node: NodeId,
+        incarnation: u64,
+        term: Term,
+    },
+    Epoch {
+        node: NodeId,
+        incarnation: u64,
+    },
+    Restart {
+        node: NodeId,
+    },
+    TakenOver {
+        node: NodeId,
+        incarnation: u64,
+    },
 }
 
 pub struct World {
     pub now: Nanos,
     pub dice: Dice,
-    arbiter: Arbiter,
-    /// Term, its holder, end of its lease.
-    register: (Term, NodeId, Nanos),
-    hosts: BTreeMap<NodeId, Host>,
+    pub arbiter: Arbiter,
+    pub register: Option<Record>,
+    pub version: u64,
+    pub spoken: Spoken,
+    pub hosts: BTreeMap<NodeId, Host>,
     queue: BinaryHeap<Reverse<(Nanos, u64)>>,
     due: BTreeMap<u64, Due>,
-    order: u64,
+    pub order: u64,
     /// Messages under way, per direction of each stream.
     streams: BTreeMap<(NodeId, NodeId), (u64, VecDeque<Event>)>,
     cut: BTreeSet<(NodeId, NodeId)>,
-    arbiter_cut: BTreeSet<NodeId>,
+    pub arbiter_cut: BTreeSet<NodeId>,
     pub takeovers: Vec<(Term, NodeId)>,
     pub ever_cut: bool,
     pub ended: bool,
@@ -98,7 +169,9 @@ impl World {
             now: 0,
             dice: Dice::new(seed),
             arbiter,
-            register: (Term(0), NodeId(0), 0),
+            register: None,
+            version: 0,
+            spoken: Spoken::default(),
             hosts: BTreeMap::new(),
             queue: BinaryHeap::new(),
             due: BTreeMap::new(),
@@ -117,6 +190,11 @@ impl World {
             let host = Host {
                 node: None,
                 incarnation: 0,
+                taking_over: false,
+                client: Client::default(),
+                committed: BTreeMap::new(),
+                cuts: BTreeMap::new(),
+                clock: (world.dice.below(1 << 40), world.dice.below(8_001) as i64 - 4_000),
                 guest: Guest::Absent,
                 ghost: None,
                 taken: Position::default(),
@@ -125,30 +203,56 @@ impl World {
             };
             world.hosts.insert(id, host);
         }
-        let (first, actions) = Node::first(Config::new(NodeId(1)), 0);
+        let now = world.local(NodeId(1));
+        let (first, actions) = Node::first(config(NodeId(1)), now);
         world.host(NodeId(1)).node = Some(first);
         world.host(NodeId(1)).guest = Guest::Runs;
         world.carry_out(NodeId(1), actions);
         world.at(EPOCH, Due::Epoch { node: NodeId(1), incarnation: 0 });
         for id in (2..=hosts).map(NodeId) {
-            world.host(id).node = Some(Node::spare(Config::new(id), 0));
+            let now = world.local(id);
+            world.host(id).node = Some(Node::spare(config(id), now));
             world.host(id).wants = Some(NodeId(1));
             world.at(MS, Due::Dial { from: id, to: NodeId(1) });
         }
         world
     }
 
-    fn host(&mut self, id: NodeId) -> &mut Host {
+    pub fn host(&mut self, id: NodeId) -> &mut Host {
         self.hosts.get_mut(&id).expect("a host of this world")
     }
 
-    fn at(&mut self, time: Nanos, due: Due) {
+    /// What a host's clock says.
+    pub fn local(&self, id: NodeId) -> Nanos {
+        let (began, gain) = self.hosts[&id].clock;
+        began + self.now.saturating_add_signed(self.now as i64 / 1_000_000 * gain)
+    }
+
+    /// When a host's clock will say that.
+    pub fn global(&self, id: NodeId, local: Nanos) -> Nanos {
+        if local == Nanos::MAX {
+            return local;
+        }
+        let (began, gain) = self.hosts[&id].clock;
+        let says = |at: Nanos| began + at.saturating_add_signed(at as i64 / 1_000_000 * gain);
+        // A guess, and steps of its error.
+        let mut at = local.saturating_sub(began);
+        for _ in 0..4 {
+            at = at.saturating_add_signed(local as i64 - says(at) as i64);
+        }
+        while says(at) < local {
+            at += local - says(at);
+        }
+        at
+    }
+
+    pub fn at(&mut self, time: Nanos, due: Due) {
         self.order += 1;
         self.queue.push(Reverse((time, self.order)));
         self.due.insert(self.order, due);
     }
 
-    fn delay(&mut self) -> Nanos {
+    pub fn delay(&mut self) -> Nanos {
         MS / 20 + self.dice.below(3 * MS)
     }
 
@@ -163,7 +267,9 @@ impl World {
             let tick = self
                 .hosts
                 .iter()
-                .filter_map(|(id, host)| Some((host.node.as_ref()?.next_tick(), *id)))
+                .filter_map(|(id, host)| {
+                    Some((self.global(*id, host.node.as_ref()?.next_tick()), *id))
+                })
                 .min();
             let ticking = tick.filter(|(time, _)| *time <= queued);
             let next = ticking.map_or(queued, |(time, _)| time).max(self.now);
@@ -180,6 +286,7 @@ impl World {
                     self.happen(due);
                 }
             }
+            self.speak();
             self.check();
         }
     }
@@ -198,19 +305,32 @@ impl World {
             }
             Due::Pump { from, to, stream } => self.pump(from, to, stream),
             Due::Dial { from, to } => self.dial(from, to),
-            Due::AskArbiter { node, term, consent_of } => self.ask(node, term, consent_of),
+            Due::Read { node, exchange } => self.arrive(node, exchange, None),
+            Due::Swap { node, exchange, version, record } => {
+                self.arrive(node, exchange, Some((version, record)));
+            }
+            Due::Answer { node, exchange, version, record, swapped } => {
+                self.answered(node, exchange, version, record, swapped);
+            }
+            Due::NoAnswer { node, exchange } => self.no_answer(node, exchange),
+            Due::Noticed { node, version, record } => self.noticed(node, version, record),
+            Due::StartAgain { node, incarnation, term } => {
+                self.start_again(node, incarnation, term);
+            }
             Due::Epoch { node, incarnation } => self.epoch(node, incarnation),
             Due::Restart { node } => {
-                if self.host(node).node.is_none() {
+                if self.host(node).node.is_none() && !self.host(node).client.starts {
                     self.note(format!("{node} starts as a spare"));
+                    let now = self.local(node);
                     self.host(node).last_term = Term(0);
-                    self.host(node).node = Some(Node::spare(Config::new(node), self.now));
+                    self.host(node).node = Some(Node::spare(config(node), now));
                 }
             }
             Due::TakenOver { node, incarnation } => {
                 if self.host(node).incarnation == incarnation {
                     let fails = self.fail_takeovers_percent;
                     let failed = self.dice.chance(fails);
+                    self.host(node).taking_over = false;
                     if failed {
                         self.host(node).guest = Guest::Absent;
                         self.deliver(node, Event::TakeoverFailed);
@@ -224,11 +344,19 @@ impl World {
     }
 
     pub fn deliver(&mut self, to: NodeId, event: Event) {
-        let now = self.now;
+        let now = self.local(to);
+        match event {
+            Event::SpareAcknowledged { node, position } => self.acknowledged(to, node, position),
+            Event::StreamClosed { peer, .. } => drop(self.host(to).committed.remove(&peer)),
+            _ => {}
+        }
         if !matches!(event, Event::Tick | Event::Beat(_) | Event::CheckpointTaken(_)) {
             self.note(format!("{to} <- {event:?}"));
         }
-        if let Event::Committed { term, position } = event {
+        let follows = self.hosts[&to].node.as_ref().map(|node| node.status().term);
+        if let Event::Committed { term, position } = event
+            && follows == Some(term)
+        {
             self.host(to).ghost = Some((term, position));
         }
         let Some(node) = self.host(to).node.as_mut() else { return };
@@ -248,8 +376,8 @@ impl World {
     fn act(&mut self, id: NodeId, action: Action) {
         match action {
             Action::SendBeat(beat) => self.send_beat(id, beat),
-            Action::RequestTerm { term, consent_of } => self.request(id, term, consent_of),
-            Action::RenewTerm(term) => self.request(id, term, None),
+            Action::RequestTerm { term, by } => self.request(id, Wish::Take { term, by }),
+            Action::RenewTerm { term, heirs } => self.request(id, Wish::Keep { term, heirs }),
             Action::StartTakeover { term } => self.start_takeover(id, term),
             Action::Join { primary, .. } => {
                 self.host(id).wants = Some(primary);
@@ -261,7 +389,10 @@ impl World {
             Action::RefuseSpare(node) => {
                 self.at(self.now + 50 * MS, Due::Dial { from: node, to: id });
             }
-            Action::DropSpare { node, .. } => self.close(id, node, Closed::Goodbye),
+            Action::DropSpare { node, .. } => {
+                self.host(id).committed.remove(&node);
+                self.close(id, node, Closed::Goodbye);
+            }
             Action::TellMembers(members) => {
                 for to in self.spares_of(id) {
                     self.send(id, to, Event::Members(members.clone()));
@@ -281,7 +412,8 @@ impl World {
             Action::RefuseSwitchover { from } => {
                 self.send(id, from, Event::SwitchoverRefused(id));
             }
-            Action::ThawGuest { .. } => {
+            Action::ThawGuest { term } => {
+                self.reigns(id, term, Epoch(u64::MAX));
                 self.host(id).guest = Guest::Runs;
                 let incarnation = self.host(id).incarnation;
                 self.at(self.now + EPOCH, Due::Epoch { node: id, incarnation });
@@ -290,6 +422,8 @@ impl World {
             | Action::Trust(_)
             | Action::CannotTakeOver(_)
             | Action::BecomeProtected
+            | Action::Suspend
+            | Action::Resume
             | Action::BecomeUnprotected
             | Action::AnnounceAgain
             | Action::SwitchoverImpossible => {}
@@ -306,40 +440,17 @@ impl World {
         }
     }
 
-    fn request(&mut self, id: NodeId, term: Term, consent_of: Option<Term>) {
-        match self.arbiter {
-            Arbiter::None => self.deliver(id, granted_by_nobody(term)),
-            Arbiter::Lease => {
-                let delay = self.delay();
-                self.at(self.now + delay, Due::AskArbiter { node: id, term, consent_of });
-            }
-        }
-    }
-
-    fn ask(&mut self, id: NodeId, term: Term, consent_of: Option<Term>) {
-        if self.arbiter_cut.contains(&id) {
-            return self.at(self.now + 20 * MS, Due::AskArbiter { node: id, term, consent_of });
-        }
-        let (held, holder, until) = self.register;
-        let free = term > held && (self.now > until || consent_of == Some(held));
-        let renewal = (term, id) == (held, holder) && self.now < until;
-        let event = if free || renewal {
-            self.register = (term, id, self.now + LEASE);
-            Event::TermGranted { term, until: self.now + LEASE }
-        } else {
-            Event::TermDenied { term, held }
-        };
-        let (delay, incarnation) = (self.delay(), self.host(id).incarnation);
-        self.at(self.now + delay, Due::Event { to: id, incarnation, event });
-    }
-
     fn start_takeover(&mut self, id: NodeId, term: Term) {
         let host = self.host(id);
         let (_, position) = host.ghost.expect("took over without a ghost");
         host.taken = position;
         host.guest = Guest::Runs;
+        host.taking_over = true;
+        host.committed.clear();
+        host.cuts.clear();
         let incarnation = host.incarnation;
-        if self.arbiter == Arbiter::Lease {
+        self.reigns(id, term, position.epoch);
+        if self.arbiter != Arbiter::None {
             assert!(self.takeovers.iter().all(|(given, _)| *given != term), "{term} given twice");
         }
         self.takeovers.push((term, id));
@@ -347,7 +458,7 @@ impl World {
         self.at(done, Due::TakenOver { node: id, incarnation });
     }
 
-    fn spares_of(&self, id: NodeId) -> Vec<NodeId> {
+    pub fn spares_of(&self, id: NodeId) -> Vec<NodeId> {
         self.streams.keys().filter(|(from, _)| *from == id).map(|(_, to)| *to).collect()
     }
 
@@ -368,8 +479,8 @@ impl World {
         self.streams.insert((primary, spare), (stream, VecDeque::new()));
         self.streams.insert((spare, primary), (stream, VecDeque::new()));
         self.send(primary, spare, Event::Joined { primary, term, rank });
-        let position = self.host(primary).taken;
-        self.send(primary, spare, Event::Committed { term, position });
+        // It takes part from the next checkpoint on.
+        self.checkpoint(primary);
     }
 
     fn send(&mut self, from: NodeId, to: NodeId, event: Event) {
@@ -399,6 +510,11 @@ impl World {
                 self.at(self.now + MS, Due::Dial { from: to, to: from });
             }
             Event::Committed { position, .. } => {
+                // Once it lets its ghost go it takes no more.
+                let follows = |node: &Node| node.status().role == Role::Spare;
+                if !self.hosts[&to].node.as_ref().is_some_and(follows) {
+                    return;
+                }
                 self.deliver(to, event);
                 self.send(to, from, Event::SpareAcknowledged { node: to, position });
             }
@@ -423,7 +539,11 @@ impl World {
     }
 
     fn fenced(&mut self, id: NodeId) {
-        self.host(id).guest = Guest::Absent;
+        let had = std::mem::replace(&mut self.host(id).guest, Guest::Absent);
+        let term = self.hosts[&id].node.as_ref().map_or(Term(0), |node| node.status().term);
+        if had != Guest::Absent && self.arbiter != Arbiter::None {
+            self.request(id, Wish::GiveUp { term, ended: false });
+        }
         for peer in self.peers_of(id) {
             self.close(id, peer, Closed::Goodbye);
         }
@@ -463,7 +583,9 @@ impl World {
     fn checkpoint(&mut self, id: NodeId) -> Position {
         let taken = self.host(id).taken;
         let position = Position::checkpoint(Epoch(taken.epoch.0 + 1));
+        let now = self.local(id);
         self.host(id).taken = position;
+        self.host(id).cuts.insert(position.epoch, now);
         self.deliver(id, Event::CheckpointTaken(position));
         let term = self.host(id).node.as_ref().expect("it runs the guest").status().term;
         for to in self.spares_of(id) {
@@ -489,6 +611,10 @@ impl World {
         host.guest = Guest::Absent;
         host.ghost = None;
         host.wants = None;
+        host.taking_over = false;
+        host.client = Client::default();
+        host.committed.clear();
+        host.cuts.clear();
         if let Some(after) = back_after {
             self.at(self.now + after, Due::Restart { node: id });
         }
@@ -504,6 +630,17 @@ impl World {
         self.note(format!("{id} cut off from the arbiter"));
         self.ever_cut = true;
         self.arbiter_cut.insert(id);
+    }
+
+    pub fn cut_all_from_arbiter(&mut self) {
+        self.note("nobody reaches the arbiter".into());
+        self.ever_cut = true;
+        self.arbiter_cut.extend(self.hosts.keys());
+    }
+
+    pub fn dead(&self) -> Vec<NodeId> {
+        let dead = self.hosts.iter().filter(|(_, host)| host.node.is_none());
+        dead.map(|(id, _)| *id).collect()
     }
 
     pub fn heal(&mut self) {
@@ -547,7 +684,7 @@ impl World {
         runs.map(|(id, _)| *id).collect()
     }
 
-    fn note(&mut self, line: String) {
+    pub fn note(&mut self, line: String) {
         if self.log.len() == 400 {
             self.log.pop_front();
         }
@@ -568,9 +705,10 @@ impl World {
             assert!(term >= host.last_term, "{id}: term went from {} to {term}", host.last_term);
             host.last_term = term;
         }
+        self.check_holders();
         let running = self.running();
-        // Without an arbiter a cut link may give two; with one, never.
-        if self.arbiter == Arbiter::Lease || !self.ever_cut {
+        // A cut link may give two. With an arbiter only one of them is heard.
+        if self.arbiter == Arbiter::None && !self.ever_cut {
             assert!(running.len() <= 1, "the guest runs on {running:?}");
         }
         for id in running {

@@ -1,0 +1,50 @@
+//! Rules broken on purpose, one at a time, to see that the simulation notices. Only in builds with
+//! the feature `mutate`, which nothing but that test asks for.
+
+/// A rule that can be broken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mutation {
+    /// The register gives a term that is not newer than all before.
+    OldTerm,
+    /// The register gives the term before the lease has run out.
+    NoWait,
+    /// The register gives the term to a spare that has been struck out.
+    NoHeir,
+    /// The register does not wait for a holder whose heirs acknowledge.
+    NoGrace,
+    /// A primary goes on after its lease.
+    NoExpiry,
+    /// A primary does not tell the register who its heirs are.
+    NoHeirs,
+    /// A primary that hears of a newer reign goes on.
+    NoDeposition,
+    /// A primary that is denied its term goes on.
+    NoDenial,
+    /// A spare claims a term that is not newer than all it knows.
+    StaleClaim,
+    /// A spare takes over whose ghost is not complete.
+    AnyGhost,
+}
+
+#[cfg(feature = "mutate")]
+thread_local! {
+    static BROKEN: std::cell::Cell<Option<Mutation>> = const { std::cell::Cell::new(None) };
+}
+
+/// Breaks a rule on this thread, or none.
+#[cfg(feature = "mutate")]
+pub fn set(mutation: Option<Mutation>) {
+    BROKEN.set(mutation);
+}
+
+/// Whether this rule is broken.
+#[cfg(feature = "mutate")]
+pub(crate) fn is(mutation: Mutation) -> bool {
+    BROKEN.get() == Some(mutation)
+}
+
+/// Whether this rule is broken.
+#[cfg(not(feature = "mutate"))]
+pub(crate) const fn is(_: Mutation) -> bool {
+    false
+}
