@@ -503,6 +503,7 @@ impl EpochMaker {
         let tries = self.open.as_ref().map_or(0, |open| open.tries.min(TRIES_MAX));
         let in_vain = self.open.as_ref().is_some_and(|open| open.held_back.in_vain());
         let epoch = self.epoch.next();
+        let holds = self.holds_output;
         let Self { guest, objects, directories, network, hold, spares, .. } = self;
         let mut changes = Vec::new();
         let mut cut = || {
@@ -512,7 +513,7 @@ impl EpochMaker {
             }
             Ok(())
         };
-        let gate = network.as_ref().and_then(ServiceNetwork::gate).cloned();
+        let gate = network.as_ref().and_then(ServiceNetwork::gate).filter(|_| holds).cloned();
         let gate_cut = gate.clone().map(|gate| GateCut { gate, epoch, close: !spares.is_empty() });
         // A gate is as good: nothing enters, and what leaves later waits for ever.
         let cut_off = network.as_mut().filter(|_| *hold && gate.is_none());

@@ -141,6 +141,8 @@ fn cause(
         None => ("the primary is gone", false),
     };
     let age = spare.staged.map_or(Duration::ZERO, |at| decision.at.saturating_duration_since(at));
+    // With an arbiter the old one is silent, whether it knows or not.
+    let is_certain = is_certain || spare.agent.arbiter.is_some();
     Some((words, Loss::new(guarantee, epoch, age, is_certain)))
 }
 
