@@ -8,6 +8,7 @@ mod fuzz;
 mod guests;
 mod kills;
 mod pool;
+mod simulate;
 mod tidy;
 mod tree;
 
@@ -38,6 +39,8 @@ enum Task {
     Kills(kills::KillArguments),
     /// Fails over under clients that look at what becomes of their connections
     Connections(connections::ConnectionArguments),
+    /// Runs clusters in simulated time, with faults at random instants
+    Simulate(simulate::SimulateArguments),
     /// Damages streams and feeds them to the decoder
     Fuzz(fuzz::FuzzArguments),
     /// Measures
@@ -64,6 +67,7 @@ fn run(task: Task) -> Result<()> {
         Task::Guests(arguments) => guests::guests(&arguments),
         Task::Kills(arguments) => kills::kills(&arguments),
         Task::Connections(arguments) => connections::connections(&arguments),
+        Task::Simulate(arguments) => simulate::simulate(&arguments),
         Task::Fuzz(arguments) => fuzz::fuzz(&arguments),
         Task::Bench(bench) => bench::bench(&bench),
     }

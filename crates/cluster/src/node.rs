@@ -203,6 +203,8 @@ enum Phase {
 struct Spare {
     rank: u32,
     acknowledged: Option<Position>,
+    /// What may have been shown before output waited for this spare.
+    counts_from: Position,
     joined_at: Nanos,
     /// Its last heartbeat; acknowledgements count too once there was one.
     heard_at: Option<Nanos>,

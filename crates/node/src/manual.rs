@@ -26,6 +26,10 @@ Examples:
     hotspare run --guarantee output-commit --spare beta:7070 --keys keys/ --name alpha \\
         --service-address 10.0.0.50/24 -- memcached -u nobody -l 10.0.0.50
 
+  One host at a time speaks for the guest, whatever is cut off (the spare has the same --arbiter):
+    hotspare run --arbiter etcd://etcd1:2379,etcd2:2379/hotspare --guarantee output-commit \\
+        --spare beta:7070 --keys keys/ --name alpha --service-address 10.0.0.50/24 -- CMD
+
   Spares may also dial in, also later:
     hotspare run --listen 0.0.0.0:7070 --keys keys/ --name alpha -- CMD
 

@@ -189,8 +189,15 @@ impl Node {
         let Some(rank) = free.filter(|_| reign.phase == Phase::Running) else {
             return out.push(Action::RefuseSpare(node));
         };
-        let joined =
-            Spare { rank, acknowledged: None, joined_at: now, heard_at: None, hears: false };
+        let counts_from = Position::default();
+        let joined = Spare {
+            rank,
+            acknowledged: None,
+            counts_from,
+            joined_at: now,
+            heard_at: None,
+            hears: false,
+        };
         reign.spares.insert(node, joined);
         let term = reign.term;
         out.push(Action::AcceptSpare { node, rank, term });
@@ -205,12 +212,18 @@ impl Node {
         out: &mut Vec<Action>,
     ) {
         let State::Reigning(reign) = &mut self.state else { return };
+        let shown = reign.shown();
         let Some(spare) = reign.spares.get_mut(&node) else { return };
+        if spare.acknowledged.is_none() {
+            spare.counts_from = shown;
+        }
         spare.heard_at = spare.heard_at.map(|_| now);
         let was_ready = spare.is_ready();
         spare.acknowledged = spare.acknowledged.max(Some(position));
         if spare.is_ready() != was_ready {
             self.spares_changed(out);
+        } else {
+            self.keep_heirs(out);
         }
         self.offer_when_ready(now, out);
     }
@@ -453,8 +466,17 @@ impl Reign {
         if mutate::is(Mutation::NoHeirs) {
             return BTreeSet::new();
         }
-        let ready = self.spares.iter().filter(|(_, spare)| spare.is_ready());
+        let ready = self
+            .spares
+            .iter()
+            .filter(|(_, spare)| spare.is_ready() && spare.acknowledged >= Some(spare.counts_from));
         ready.map(|(node, _)| *node).collect()
+    }
+
+    /// How far clients may have seen the guest.
+    fn shown(&self) -> Position {
+        let acknowledged = self.spares.values().filter_map(|spare| spare.acknowledged).max();
+        self.position.max(acknowledged.unwrap_or_default())
     }
 
     fn renewal(&mut self) -> Action {

@@ -25,6 +25,8 @@ pub struct Client {
     record: Option<Record>,
     since: Nanos,
     attempt: Option<(Record, Nanos)>,
+    /// Read for this wish.
+    just_read: bool,
     /// By the host's clock, as everything here.
     pub lease_until: Nanos,
     lease_at_most: Nanos,
@@ -59,6 +61,7 @@ impl World {
             return;
         }
         self.host(id).client.wish = Some(wish);
+        self.host(id).client.just_read = false;
         self.pursue(id);
     }
 
@@ -68,11 +71,13 @@ impl World {
         let host = self.host(id);
         let client = &mut host.client;
         let Some(wish) = client.wish.clone().filter(|_| client.exchange.is_none()) else { return };
-        if !client.known {
+        let known = client.record.as_ref().map(|record| (record, client.since));
+        let verdict = judge(known, id, terms, &wish, now);
+        let may_be_old = !client.just_read && !matches!(verdict, Verdict::Write(_));
+        if !client.known || may_be_old {
             return self.exchange(id, |exchange| Due::Read { node: id, exchange });
         }
-        let known = client.record.as_ref().map(|record| (record, client.since));
-        match judge(known, id, terms, &wish, now) {
+        match verdict {
             Verdict::Write(record) => {
                 client.heirs.extend(&record.heirs);
                 client.at_once |= record.at_once;
@@ -184,7 +189,7 @@ impl World {
             if client.version != version || client.since == 0 {
                 (client.version, client.record, client.since) = (version, record, now);
             }
-            client.known = true;
+            (client.known, client.just_read) = (true, true);
             if let Some((own, sent)) = client.attempt.take()
                 && client.record.as_ref() == Some(&own)
             {

@@ -383,9 +383,11 @@ impl Desk {
 
     async fn settle(&self, wish: &Wish) -> Result<Outcome, Trouble> {
         let key = self.key()?;
+        let mut just_read = false;
         loop {
             if !self.seen.borrow().known {
                 self.saw(bounded(self.patience(), self.register.read(&key)).await?)?;
+                just_read = true;
                 if let Some(outcome) = self.resolve(wish) {
                     return Ok(outcome);
                 }
@@ -398,6 +400,11 @@ impl Desk {
             };
             let record = match verdict {
                 Verdict::Write(record) => record,
+                // What was seen a while ago may have become a yes.
+                _ if !just_read => {
+                    self.seen.borrow_mut().known = false;
+                    continue;
+                }
                 Verdict::Denied { held, retry_at } => {
                     return Ok(Outcome::Denied { held, retry_at });
                 }
