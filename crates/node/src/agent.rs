@@ -20,6 +20,7 @@ use hotspare_replica::{
 
 use crate::arbiter;
 use crate::brain::Brain;
+use crate::control::proto::{Role, StatusResponse};
 use crate::history::{History, What};
 use crate::join::BackOff;
 use crate::mailbox::{Mailbox, Place};
@@ -56,6 +57,15 @@ pub enum Message {
     Switchover(Asker),
     /// Output waits that no checkpoint covers.
     OutputWaits,
+    /// The operator wants the guest protected, or not, for a reason.
+    Protect {
+        /// Which.
+        wanted: bool,
+        /// For the history.
+        reason: String,
+        /// Told when it is so.
+        answer: crate::paused::Answer,
+    },
     /// To be set: whoever asks wants to know that the owner lives.
     Alive(Arc<AtomicBool>),
 }
@@ -161,6 +171,8 @@ pub struct Face {
     pub spares: usize,
     /// How many of them could take over.
     pub ready: usize,
+    /// Protection is paused on purpose.
+    pub paused: bool,
     /// Where heartbeats go.
     pub peers: Vec<(NodeId, SocketAddr)>,
     /// The brain's answers to spares that wait.
@@ -195,6 +207,7 @@ impl Face {
             epoch: 0,
             spares: 0,
             ready: 0,
+            paused: false,
             peers: Vec::new(),
             waiting: Vec::new(),
             streams: BTreeMap::new(),
@@ -346,22 +359,28 @@ impl Agent {
     }
 
     /// What `hotspare status` shows.
-    pub fn status(&self) -> serde_json::Value {
-        let (p50, p99) = self.reporter.pauses_us();
+    pub fn status(&self) -> StatusResponse {
+        let (pause_p50_us, pause_p99_us) = self.reporter.pauses_us();
         let face = self.face();
-        serde_json::json!({
-            "pid": std::process::id(),
-            "guest": face.settings.as_ref().map_or("-", |settings| &settings.guest),
-            "role": face.role.to_string(),
-            "term": face.term.0,
-            "epoch": face.epoch,
-            "spares": face.spares,
-            "ready": face.ready,
-            "pause_p50_us": p50,
-            "pause_p99_us": p99,
-            "arbiter": self.arbiter.as_ref().map(|arbiter| &arbiter.identity),
-            "lease_ms": self.arbiter.as_ref().map(|arbiter| arbiter.lease.rest().as_millis() as u64),
-        })
+        let role = match face.role {
+            HostRole::Primary => Role::Primary,
+            HostRole::Spare => Role::Spare,
+        };
+        StatusResponse {
+            pid: std::process::id(),
+            guest: face.settings.as_ref().map(|all| all.guest.clone()).unwrap_or_default(),
+            role: role.into(),
+            term: face.term.0,
+            epoch: face.epoch,
+            spares: face.spares as u32,
+            ready: face.ready as u32,
+            pause_p50_us,
+            pause_p99_us,
+            paused: face.paused,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            arbiter: self.arbiter.as_ref().map(|arbiter| arbiter.identity.to_string()),
+            lease_ms: self.arbiter.as_ref().map(|arbiter| arbiter.lease.rest().as_millis() as u64),
+        }
     }
 
     /// Sends heartbeats to this peer, too.

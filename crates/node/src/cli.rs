@@ -71,6 +71,23 @@ enum Command {
         /// One JSON object a line.
         #[arg(long)]
         json: bool,
+        #[command(flatten)]
+        place: control::Where,
+    },
+    /// Tell what happens to an agent of this host, until it ends.
+    #[command(after_help = help::EVENTS)]
+    Events {
+        /// Which guest, where several agents run on this host.
+        #[arg(long)]
+        guest: Option<String>,
+        /// Also each checkpoint.
+        #[arg(long)]
+        epochs: bool,
+        /// One JSON object a line.
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        place: control::Where,
     },
     /// Move the guest of this host's primary to its spare, and wait until it runs there. Nothing
     /// is lost; clients wait for some milliseconds.
@@ -79,6 +96,29 @@ enum Command {
         /// Which guest, where several run on this host.
         #[arg(long)]
         guest: Option<String>,
+        #[command(flatten)]
+        place: control::Where,
+    },
+    /// Stop protecting the guest of this host's primary, on purpose: no more checkpoints, and
+    /// spares forget their ghosts. If the host dies then, the guest is lost.
+    #[command(after_help = help::PAUSE)]
+    Pause {
+        /// Which guest, where several run on this host.
+        #[arg(long)]
+        guest: Option<String>,
+        /// For the history.
+        #[arg(long, default_value = "")]
+        reason: String,
+        #[command(flatten)]
+        place: control::Where,
+    },
+    /// Protect the guest of this host's primary again, by a full copy to its spares.
+    Resume {
+        /// Which guest, where several run on this host.
+        #[arg(long)]
+        guest: Option<String>,
+        #[command(flatten)]
+        place: control::Where,
     },
     /// Show what became of the protection of this host's guests: failovers, moves, gaps, and what
     /// was lost.
@@ -93,6 +133,8 @@ enum Command {
         /// Where the agents keep it.
         #[arg(long, default_value = history::STATE_DIR, env = "HOTSPARE_STATE")]
         state_dir: PathBuf,
+        #[command(flatten)]
+        place: control::Where,
     },
     /// Show a failover on this machine: two simulated hosts, a real Redis, a kill.
     #[command(after_help = help::DEMO)]
@@ -171,6 +213,10 @@ struct Common {
     /// no failover waits for it, and a primary whose spares acknowledge goes on for a minute.
     #[arg(long, value_parser = lease)]
     lease: Option<Duration>,
+    /// Also serve the control interface at this address (HOST:PORT) to those who have a
+    /// certificate; needs --keys. On this host it is served in any case.
+    #[arg(long, value_name = "ADDR", requires = "keys")]
+    control: Option<String>,
 }
 
 impl Common {
@@ -297,11 +343,20 @@ pub fn run(cli: Cli) -> anyhow::Result<u8> {
             }
             Ok(0)
         }
-        Command::Status { json } => control::status(json),
-        Command::Switchover { guest } => control::switchover(guest.as_deref()),
-        Command::History { guest, json, state_dir } => {
-            history::show(&state_dir, guest.as_deref(), json)
+        Command::Status { json, place } => control::status(&place, json),
+        Command::Events { guest, epochs, json, place } => {
+            control::events(&place, guest.as_deref(), epochs, json)
         }
+        Command::Switchover { guest, place } => control::switchover(&place, guest.as_deref()),
+        Command::Pause { guest, reason, place } => {
+            control::protection(&place, guest.as_deref(), false, &reason)
+        }
+        Command::Resume { guest, place } => control::protection(&place, guest.as_deref(), true, ""),
+        Command::History { guest, json, state_dir, place } => match control::history(&place, json)?
+        {
+            Some(status) => Ok(status),
+            None => history::show(&state_dir, guest.as_deref(), json),
+        },
         Command::Completions { shell } => Ok(manual::completions(shell)),
         Command::Man { directory } => manual::pages(&directory),
         Command::Demo { keys, epoch, guarantee, picture } => {
@@ -329,11 +384,6 @@ fn listen(address: &str) -> anyhow::Result<TcpListener> {
         };
         anyhow::anyhow!("listen on {address}: {error}: {hint}")
     })
-}
-
-/// Listens for whoever wants to see our metrics, if anybody is to.
-fn listen_for_metrics(common: &Common) -> anyhow::Result<Option<TcpListener>> {
-    common.metrics.as_deref().map(listen).transpose()
 }
 
 /// Begins to tell how things stand: to Prometheus, to the service manager.
@@ -396,7 +446,8 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     agent.set_key(hotspare_replica::heartbeat::fresh_key()?);
     agent.face().settings = Some(settings.clone());
     let listener = arguments.listen.as_deref().map(listen).transpose()?;
-    let metrics = listen_for_metrics(common)?;
+    let metrics = common.metrics.as_deref().map(listen).transpose()?;
+    let control = common.control.as_deref().map(listen).transpose()?;
     let hook = common.hook();
     let how = Launch {
         command: &arguments.command,
@@ -404,7 +455,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         network: Network::Service(common.service_bridge.as_deref()),
     };
     // Before the guest runs: who sees it serve may ask for a switchover.
-    control::serve(&agent)?;
+    control::serve(&agent, control)?;
     let (mut maker, init) = launch(&how, &settings)?;
     maker.stop_and_copy = arguments.stop_and_copy;
     maker.term = term;
@@ -465,10 +516,11 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
         Some(address) => listen(address)?,
         None => TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"))?,
     };
-    let metrics = listen_for_metrics(common)?;
+    let metrics = common.metrics.as_deref().map(listen).transpose()?;
+    let control = common.control.as_deref().map(listen).transpose()?;
     let first = |config, now| (Node::spare(config, now), Vec::new());
     think(&agent, events, common.silence, first)?;
-    control::serve(&agent)?;
+    control::serve(&agent, control)?;
     let spare = Spare::new(agent.clone(), inbox, common.hook());
     // Whoever joins it when it is primary has to find it.
     agent.listen(listener)?;

@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 
 use hotspare_image::NodeId;
 
-pub use self::record::{Loss, Record, What, ms};
-pub use self::show::show;
+pub use self::record::{Loss, Record, What, ms, utc};
+pub use self::show::{print, show};
 use crate::metrics::Meters;
-use crate::report::Reporter;
+use crate::report::{News, Reporter};
 
 /// Where histories lie, unless `--state-dir` says otherwise.
 pub const STATE_DIR: &str = "/var/lib/hotspare";
@@ -48,6 +48,8 @@ pub struct History {
     host: String,
     jobs: Sender<Job>,
     meters: Arc<Meters>,
+    reporter: Reporter,
+    state: PathBuf,
 }
 
 impl History {
@@ -69,15 +71,26 @@ impl History {
         };
         std::thread::Builder::new().name("history".into()).spawn(move || writer.run(&inbox))?;
         let host = nix::unistd::gethostname().unwrap_or_default();
-        Ok(Self { node, host: host.to_string_lossy().into_owned(), jobs, meters })
+        let host = host.to_string_lossy().into_owned();
+        let (reporter, state) = (reporter.clone(), state.to_owned());
+        Ok(Self { node, host, jobs, meters, reporter, state })
     }
 
     /// Notes what has happened now to `guest`. Waits for nothing.
     pub fn note(&self, guest: &str, (term, epoch): (u64, u64), what: What) {
         self.meters.note(&what);
         let record = Record::now(&self.host, self.node, guest, (term, epoch), what);
+        self.reporter.tell(|| News::Record(Box::new(record.clone())));
         // The writer lives as long as somebody can tell it something.
         let _ = self.jobs.send(Job::Write(Box::new(record)));
+    }
+
+    /// What is kept of `guest`, oldest first, and how many lines of it are torn. Of a spare without
+    /// a guest: of all.
+    pub fn read(&self, guest: Option<&str>) -> anyhow::Result<(Vec<Record>, usize)> {
+        self.flush();
+        let (records, torn) = show::read_all(&self.state, guest)?;
+        Ok((records, torn.iter().map(|(_, lines)| lines).sum()))
     }
 
     /// Waits until everything noted is on disk, or that takes too long.

@@ -24,6 +24,7 @@ mod metrics;
 mod outgoing;
 mod output;
 mod patience;
+mod paused;
 mod preflight;
 mod primary;
 mod report;

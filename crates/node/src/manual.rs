@@ -78,6 +78,20 @@ Example, on the host of the primary:
   hotspare switchover --guest redis
 Exit status: 0 moved, 1 not moved and why.";
 
+    /// Of `events`.
+    pub const EVENTS: &str = "\
+Examples:
+  hotspare events
+  hotspare events --json --epochs | jq .pause_us
+  hotspare events --at beta:7071 --keys keys/ --name alpha";
+
+    /// Of `pause`.
+    pub const PAUSE: &str = "\
+Example:
+  hotspare pause --guest redis --reason 'the network between the hosts is rebuilt'
+  hotspare resume --guest redis
+Under output-commit nothing is held back meanwhile. Exit status: 0 done, 1 not done and why.";
+
     /// Of `history`.
     pub const HISTORY: &str = "\
 Examples:

@@ -213,6 +213,8 @@ impl Meters {
             | What::Protected
             | What::Unprotected { .. }
             | What::Accepted
+            | What::Paused { .. }
+            | What::Resumed
             | What::SwitchedAway { .. }
             | What::Fenced { .. }
             | What::Ended { .. } => return,
@@ -281,6 +283,7 @@ impl Agent {
         let guarantee = settings.map_or(Guarantee::default(), |settings| settings.guarantee);
         let is_primary = face.role == HostRole::Primary;
         let (term, epoch, spares, ready) = (face.term.0, face.epoch, face.spares, face.ready);
+        let paused = face.paused;
         let lags: Vec<(NodeId, u64)> = face
             .committed
             .iter()
@@ -302,6 +305,11 @@ impl Agent {
                 "hotspare_protected",
                 "Of a primary: 1 if a spare could take over.",
                 f64::from(is_primary && ready > 0),
+            ),
+            (
+                "hotspare_protection_paused",
+                "Of a primary: 1 if protection is paused on purpose.",
+                f64::from(paused),
             ),
             ("hotspare_spares", "Of a primary: spares that are connected.", spares as f64),
             ("hotspare_spares_ready", "Of a primary: spares that could take over.", ready as f64),

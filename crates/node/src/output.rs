@@ -10,11 +10,10 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hotspare_cluster::{Closed, Event};
 use hotspare_image::NodeId;
 use hotspare_net::gate::Gate;
 use hotspare_net::takeover::ServiceNetwork;
-use hotspare_replica::{Committed, Goodbye, GoodbyeCode, Sender};
+use hotspare_replica::{Committed, Sender};
 
 use crate::agent::{Agent, Message};
 use crate::epoch::EpochMaker;
@@ -93,7 +92,9 @@ impl Primary {
     /// A spare is gone; the way to it.
     pub fn leave(&mut self, node: NodeId) -> Option<Sender> {
         self.agent.forget(node);
-        self.maker.leave(node)
+        let spare = self.maker.leave(node);
+        self.count_spares();
+        spare
     }
 
     /// When the next checkpoint is due: at `next`, or earlier since output waits. One whose
@@ -125,14 +126,7 @@ impl Primary {
         if !self.gate().is_some_and(Gate::is_closed) {
             return self.settings.epoch;
         }
-        let text = "the guest cannot be protected at this time, see the primary".to_owned();
-        let spares: Vec<NodeId> = self.maker.spares.keys().copied().collect();
-        for node in spares {
-            if let Some(spare) = self.leave(node) {
-                let _ = spare.goodbye(&Goodbye { code: GoodbyeCode::Dropped, text: text.clone() });
-            }
-            self.agent.brain.tell(Event::StreamClosed { peer: node, how: Closed::ByUs });
-        }
+        self.let_spares_go("the guest cannot be protected at this time, see the primary");
         self.earliest = Instant::now() + AFTER_REFUSAL;
         AFTER_REFUSAL
     }

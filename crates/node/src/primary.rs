@@ -51,6 +51,8 @@ pub struct Primary {
     pub told_refusal: String,
     pub patience: Patience,
     pub unheard: Unheard,
+    /// Protection is paused on purpose.
+    pub is_paused: bool,
     /// Why the last spare was dropped that was.
     pub dropped: Option<&'static str>,
     /// It has been said that checkpoints do not come.
@@ -94,6 +96,7 @@ impl Primary {
             told_refusal: String::new(),
             patience: Patience::default(),
             unheard: Unheard::default(),
+            is_paused: false,
             dropped: None,
             told_late: false,
             told_outrun: false,
@@ -116,7 +119,9 @@ impl Primary {
             for message in self.inbox.take() {
                 if matches!(
                     message,
-                    Message::SpareIn(_) | Message::Act(Action::FreezeGuest { .. }, _)
+                    Message::SpareIn(_)
+                        | Message::Protect { .. }
+                        | Message::Act(Action::FreezeGuest { .. }, _)
                 ) {
                     // However long an epoch is: nobody waits for its end.
                     next = Instant::now();
@@ -143,8 +148,8 @@ impl Primary {
 
     /// Takes a checkpoint if somebody wants it; returns how long to wait for the next.
     fn take_epoch(&mut self) -> Duration {
-        if self.maker.all_spares().next().is_none() {
-            return self.settings.epoch;
+        if let Some(wait) = self.rests() {
+            return wait;
         }
         match self.maker.attempt() {
             Ok(Attempt::Later(obstacle)) => {
@@ -207,11 +212,7 @@ impl Primary {
                 output: GateStats::default(),
             },
         );
-        {
-            let mut face = self.agent.face();
-            face.epoch = taken.position.epoch.0;
-            face.spares = self.maker.spares.len();
-        }
+        self.agent.face().epoch = taken.position.epoch.0;
         tracing::debug!(parts = ?taken.captured.parts, "pause");
         if !taken.held_back.is_zero() && !self.told_outrun {
             self.told_outrun = true;
@@ -242,6 +243,7 @@ impl Primary {
             }
             Message::SwitchoverRefused(node, why) => self.switchover_refused(node, why),
             Message::Switchover(asker) => self.switchover_asked(asker),
+            Message::Protect { wanted, reason, answer } => self.protect(wanted, &reason, answer),
             Message::Alive(answer) => answer.store(true, Ordering::Relaxed),
             Message::Heard(_)
             | Message::Offered(..)
@@ -259,7 +261,12 @@ impl Primary {
         self.reach.insert(spare.node, Reach { heart, listens, stream });
         self.door.tell(spare.node, spare.sender.packets());
         self.maker.join(spare.node, spare.sender);
+        self.count_spares();
         Ok(())
+    }
+
+    pub fn count_spares(&self) {
+        self.agent.face().spares = self.maker.all_spares().count();
     }
 
     fn acknowledged(&mut self, node: NodeId, position: Position) {
@@ -308,7 +315,11 @@ impl Primary {
             }
             Action::BecomeUnprotected => {
                 self.agent.reporter.unprotected();
-                let why = self.dropped.take().unwrap_or("the last spare that was ready has gone");
+                let why = match self.dropped.take() {
+                    Some(why) => why,
+                    None if self.committed == Epoch(0) => "there is no spare yet",
+                    None => "the last spare that was ready has gone",
+                };
                 self.remember(What::Unprotected { why: why.to_owned() });
             }
             Action::Fence(cause) => return self.fence(cause),

@@ -3,11 +3,14 @@
 use std::collections::VecDeque;
 use std::io::{IsTerminal, Write};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use hotspare_net::gate::GateStats;
 use hotspare_process::capture::PauseParts;
 use serde_json::json;
+use tokio::sync::broadcast;
+
+use crate::history::Record;
 
 /// Tells what happens. Cheap to clone.
 #[derive(Clone)]
@@ -16,11 +19,35 @@ pub struct Reporter {
     /// Standard error is the journal's: lines begin with their priority, see sd-daemon(3).
     journal: bool,
     status: Arc<Mutex<StatusLine>>,
+    listeners: broadcast::Sender<Happening>,
 }
+
+/// What those who listen are told.
+#[derive(Clone, Debug)]
+pub struct Happening {
+    /// When, in milliseconds since 1970.
+    pub wall_ms: u64,
+    /// What.
+    pub news: News,
+}
+
+/// What happened.
+#[derive(Clone, Debug)]
+pub enum News {
+    /// Something was said.
+    Note(Weight, String),
+    /// Something that the history keeps.
+    Record(Box<Record>),
+    /// A checkpoint is committed.
+    Epoch(EpochLine),
+}
+
+/// Happenings that wait for the slowest listener; more are lost to it.
+const HAPPENINGS_MAX: usize = 1024;
 
 /// How much something matters, as the journal counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Weight {
+pub enum Weight {
     /// Somebody must look.
     Error = 3,
     /// Surprising, and it goes on.
@@ -163,7 +190,8 @@ pub struct EpochLine {
 impl Reporter {
     /// Tells in JSON, or in words.
     pub fn new(json: bool) -> Self {
-        Self { json, journal: writes_to_journal(), status: Arc::default() }
+        let (listeners, _) = broadcast::channel(HAPPENINGS_MAX);
+        Self { json, journal: writes_to_journal(), status: Arc::default(), listeners }
     }
 
     fn line(&self, text: &str) {
@@ -186,7 +214,22 @@ impl Reporter {
         self.say(Weight::Error, text);
     }
 
+    /// What happens from now on.
+    pub fn listen(&self) -> broadcast::Receiver<Happening> {
+        self.listeners.subscribe()
+    }
+
+    /// Tells those who listen. Waits for nobody.
+    pub fn tell(&self, news: impl FnOnce() -> News) {
+        if self.listeners.receiver_count() > 0 {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let _ =
+                self.listeners.send(Happening { wall_ms: now.as_millis() as u64, news: news() });
+        }
+    }
+
     fn say(&self, weight: Weight, text: &str) {
+        self.tell(|| News::Note(weight, text.to_owned()));
         if self.journal {
             // All of it at once, or others' lines come in between.
             let _ = std::io::stderr().write_all(for_journal(weight, text).as_bytes());
@@ -231,6 +274,7 @@ impl Reporter {
 
     /// A checkpoint is committed.
     pub fn epoch(&self, epoch: &EpochLine) {
+        self.tell(|| News::Epoch(*epoch));
         let us = |part: Duration| part.as_nanos() as f64 / 1000.0;
         let parts = &epoch.parts;
         let pause_us = us(parts.total);

@@ -84,6 +84,9 @@ impl Agent {
         let face = self.face();
         let guest = face.settings.as_ref().map_or("a guest", |settings| &settings.guest);
         match face.role {
+            HostRole::Primary if face.paused => {
+                format!("primary of {guest}, term {}, PROTECTION PAUSED by hand", face.term.0)
+            }
             HostRole::Primary if face.ready > 0 => format!(
                 "primary of {guest}, term {}, protected by {} of {} spares",
                 face.term.0, face.ready, face.spares

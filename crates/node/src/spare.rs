@@ -305,6 +305,9 @@ impl Spare {
                 let why = "this host does not run the guest; ask on the host of the primary";
                 asker.answer(Err(why.to_owned()));
             }
+            Message::Protect { answer, .. } => {
+                let _ = answer.send(Err("this host does not run the guest".into()));
+            }
             Message::Alive(answer) => answer.store(true, Ordering::Relaxed),
             Message::SpareIn(_)
             | Message::Acknowledged(..)

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use hotspare_cluster::Event;
 use hotspare_image::{NodeId, Term};
+use tokio::sync::oneshot;
 
 use crate::epoch::{Attempt, Taken};
 use crate::history::What;
@@ -41,7 +42,7 @@ pub type Outcome = Result<Moved, String>;
 
 /// Somebody who waits for the outcome of a switchover.
 pub struct Asker {
-    tell: Sender<Outcome>,
+    tell: oneshot::Sender<Outcome>,
     /// Closed when the answer has been passed on.
     passed_on: Receiver<()>,
 }
@@ -49,7 +50,7 @@ pub struct Asker {
 /// The asker's own end.
 pub struct Asked {
     /// Where the outcome comes.
-    pub outcome: Receiver<Outcome>,
+    pub outcome: oneshot::Receiver<Outcome>,
     /// To be dropped when the outcome has been passed on.
     pub passed_on: Sender<()>,
 }
@@ -57,7 +58,7 @@ pub struct Asked {
 impl Asker {
     /// An asker and its own end.
     pub fn new() -> (Self, Asked) {
-        let ((tell, outcome), (passed_on, told)) = (channel(), channel());
+        let ((tell, outcome), (passed_on, told)) = (oneshot::channel(), channel());
         (Self { tell, passed_on: told }, Asked { outcome, passed_on })
     }
 
@@ -88,6 +89,11 @@ impl Primary {
     pub fn switchover_asked(&mut self, asker: Asker) {
         if self.switchover.asker.is_some() {
             asker.answer(Err("a switchover is under way already; wait for its end".into()));
+            return;
+        }
+        if self.is_paused {
+            let why = "protection is paused, so no spare has the guest: `hotspare resume` first";
+            asker.answer(Err(why.into()));
             return;
         }
         self.switchover = Switchover { asker: Some(asker), ..Switchover::default() };

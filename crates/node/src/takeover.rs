@@ -140,6 +140,8 @@ fn cause(
         Some(SuspectCause::Suspended) => ("the primary could not renew its term", false),
         None => ("the primary is gone", false),
     };
+    // Nothing leaves a primary whose lease is over.
+    let is_certain = is_certain || (guarantee.is_exact() && spare.agent.arbiter.is_some());
     let age = spare.staged.map_or(Duration::ZERO, |at| decision.at.saturating_duration_since(at));
     // With an arbiter the old one is silent, whether it knows or not.
     let is_certain = is_certain || spare.agent.arbiter.is_some();

@@ -88,6 +88,8 @@ fn wrong_arguments_are_told_with_the_right_ones() {
     fails(&["spare"], &["--listen"]);
     fails(&["spare", "--listen", "nonsense"], &["ADDRESS:PORT"]);
     fails(&["spare", "--listen", "192.0.2.1:7070"], &["no interface of this host has this"]);
+    fails(&["spare", "--listen", "127.0.0.1:0", "--control", "127.0.0.1:0"], &["--keys"]);
+    fails(&["status", "--at", "127.0.0.1:1"], &["--keys"]);
     fails(&["switchover", "--guest", "no such guest"], &["no such guest runs on this host"]);
     fails(
         &["run", "--files", "replicate:/no/such/dir", "--", "true"],

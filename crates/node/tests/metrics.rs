@@ -93,10 +93,14 @@ fn both_hosts_export_what_happens_and_rules_and_dashboard_name_only_that() {
         epoch: Duration::from_millis(20),
         service_cidr: None,
         replicated: vec!["/srv/hotspare-lab".into()],
-        more: ["--metrics", "9707", "--guest", "a \"guest\""].map(str::to_owned).to_vec(),
+        more: ["--metrics", "9707", "--silence", "500ms", "--guest", "a \"guest\""]
+            .map(str::to_owned)
+            .to_vec(),
     };
     // Open to all interfaces, and still not to strangers.
-    let spare = engine.spare_with(lab.host(1), &["--metrics", "0.0.0.0:9707"]).unwrap();
+    let spare = engine
+        .spare_with(lab.host(1), &["--metrics", "0.0.0.0:9707", "--silence", "500ms"])
+        .unwrap();
     let guest = "while :; do echo x >> /srv/hotspare-lab/file; sleep 0.01; done";
     let guest = ["sh", "-c", guest].map(str::to_owned);
     let primary = engine.run(lab.host(0), &[lab.host(1)], &guest).unwrap();

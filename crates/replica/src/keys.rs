@@ -86,6 +86,23 @@ impl Identity {
         Identity::new(ca, own, key).map_err(|error| KeyError::Unfit(error.to_string()))
     }
 
+    /// TLS of a server that speaks another protocol than the stream, as ALPN names it, to the same
+    /// peers: those with a certificate of our authority.
+    #[must_use]
+    pub fn server_for(&self, protocol: &[u8]) -> ServerConfig {
+        let mut config = ServerConfig::clone(&self.server);
+        config.alpn_protocols = vec![protocol.to_vec()];
+        config
+    }
+
+    /// As [`Identity::server_for`], of a client. The server's name is [`NODE_NAME`].
+    #[must_use]
+    pub fn client_for(&self, protocol: &[u8]) -> ClientConfig {
+        let mut config = ClientConfig::clone(&self.client);
+        config.alpn_protocols = vec![protocol.to_vec()];
+        config
+    }
+
     fn new(
         ca: CertificateDer<'static>,
         own: CertificateDer<'static>,

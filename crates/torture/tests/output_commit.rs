@@ -102,6 +102,30 @@ fn no_client_notices_a_switchover() {
     unnoticed(load);
 }
 
+/// While protection is paused nothing waits for anybody, and afterwards it counts again.
+#[test]
+fn no_client_notices_a_pause_of_the_protection() {
+    let scene = scene(2, false);
+    let spare = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
+    let primary = scene.run(&[1]);
+    Engine::protected(&primary).unwrap();
+    let load = load(&scene, (SERVICE_V4, PORT).into(), 64);
+    goes_on(&load, "before", &primary);
+    let said = scene.hotspare(0, &["pause", "--reason", "a test"]);
+    assert!(said.is_ok(), "{said:?}\n{}", primary.said());
+    goes_on(&load, "paused", &primary);
+    await_ready(&scene, &primary, 0);
+    assert_eq!(takeovers(&spare), 0, "{}", spare.said());
+    let said = scene.hotspare(0, &["resume"]);
+    assert!(said.is_ok(), "{said:?}\n{}", primary.said());
+    await_ready(&scene, &primary, 1);
+    goes_on(&load, "resumed", &primary);
+    scene.host(0).kill().unwrap();
+    Engine::taken_over(&spare).unwrap();
+    goes_on(&load, "after the death", &spare);
+    unnoticed(load);
+}
+
 /// The spare dies, the primary goes on alone; another spare joins, and then the primary dies.
 #[test]
 fn no_client_notices_the_death_of_the_spare() {

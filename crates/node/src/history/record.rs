@@ -68,6 +68,13 @@ pub enum What {
     },
     /// Checkpoints are possible again.
     Accepted,
+    /// The operator has paused protection.
+    Paused {
+        /// The reason given.
+        why: String,
+    },
+    /// The operator wants protection again.
+    Resumed,
     /// This host has taken over from a primary that is gone.
     Failover {
         /// What was detected.
@@ -217,6 +224,12 @@ impl Record {
         serde_json::to_string(self).expect("text, numbers and names have a JSON form")
     }
 
+    /// What happened, in a word.
+    pub fn event(&self) -> String {
+        let value = serde_json::to_value(&self.what).unwrap_or_default();
+        value["event"].as_str().unwrap_or_default().to_owned()
+    }
+
     /// What happened, in a sentence.
     pub fn words(&self) -> String {
         let words = match &self.what {
@@ -226,6 +239,8 @@ impl Record {
             What::Late { why } => format!("no checkpoint for more than a second: {why}"),
             What::Refused { why } => format!("cannot be protected at this time: {why}"),
             What::Accepted => "can be protected again".to_owned(),
+            What::Paused { why } => format!("PROTECTION PAUSED by hand: {why}"),
+            What::Resumed => "protection resumed by hand".to_owned(),
             What::Failover { cause, detect_ms, apply_ms, finalise_ms, address_ms, loss } => {
                 let all = detect_ms + apply_ms + finalise_ms + address_ms;
                 format!(

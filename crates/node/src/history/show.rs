@@ -11,10 +11,10 @@ use super::record::Record;
 const NOTHING: u8 = 1;
 
 /// A file, and how many of its lines are torn.
-type Torn = (PathBuf, usize);
+pub type Torn = (PathBuf, usize);
 
 /// The records below `state`, of one guest or all, oldest first; and the files with torn lines.
-fn read_all(state: &Path, guest: Option<&str>) -> anyhow::Result<(Vec<Record>, Vec<Torn>)> {
+pub fn read_all(state: &Path, guest: Option<&str>) -> anyhow::Result<(Vec<Record>, Vec<Torn>)> {
     let failed = |path: &Path| format!("read the history in {}", path.display());
     let (mut records, mut torn) = (Vec::new(), Vec::new());
     for path in disk::all(state).with_context(|| failed(state))? {
@@ -38,11 +38,7 @@ pub fn show(state: &Path, guest: Option<&str>, json: bool) -> anyhow::Result<u8>
             path.display()
         );
     }
-    if json {
-        records.iter().for_each(|record| println!("{}", record.to_line()));
-    } else if !records.is_empty() {
-        print!("{}", table(&records));
-    }
+    told(&records, json);
     if records.is_empty() {
         let of = guest.map(|guest| format!(" of {guest:?}")).unwrap_or_default();
         eprintln!(
@@ -53,6 +49,23 @@ pub fn show(state: &Path, guest: Option<&str>, json: bool) -> anyhow::Result<u8>
         return Ok(NOTHING);
     }
     Ok(0)
+}
+
+fn told(records: &[Record], json: bool) {
+    if json {
+        records.iter().for_each(|record| println!("{}", record.to_line()));
+    } else if !records.is_empty() {
+        print!("{}", table(records));
+    }
+}
+
+/// Shows records that another host has sent, as lines.
+pub fn print(lines: &[&str], json: bool) -> anyhow::Result<u8> {
+    let read = |line: &&str| serde_json::from_str(line);
+    let records: Result<Vec<Record>, _> = lines.iter().map(read).collect();
+    let records = records.context("the other host is of a newer version: use --json")?;
+    told(&records, json);
+    Ok(if records.is_empty() { NOTHING } else { 0 })
 }
 
 /// One line for each record, under a head.
