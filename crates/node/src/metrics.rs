@@ -340,6 +340,11 @@ impl Agent {
             page.head(name, "gauge", help);
             page.value(name, &[], value);
         }
+        let name = "hotspare_lease_seconds";
+        page.head(name, "gauge", "With an arbiter: how long a primary may go on without its word.");
+        if let Some(arbiter) = self.arbiter.as_ref().filter(|_| is_primary) {
+            page.value(name, &[], arbiter.lease.rest().as_secs_f64());
+        }
         let name = "hotspare_spare_lag_epochs";
         page.head(name, "gauge", "Of a primary: checkpoints that a spare has not acknowledged.");
         for (node, lag) in lags {

@@ -417,15 +417,7 @@ impl Primary {
         } else {
             self.answer_asker(Err(format!("this host is primary no longer ({cause:?})")));
         }
-        let words = match cause {
-            FenceCause::SwitchedOver => "the guest runs on the spare now".to_owned(),
-            FenceCause::NewerReign(term) => format!(
-                "another host has taken over (term {}): the guest here is stopped, what it did \
-                 since then is lost",
-                term.0
-            ),
-            other => format!("this host does not run the guest any more: {other:?}"),
-        };
+        let words = fence_words(cause);
         if switched {
             self.agent.reporter.note(&words);
         } else {
@@ -507,6 +499,27 @@ impl Primary {
         drop(self.maker);
         Ok(code)
     }
+}
+
+/// Why this host does not run the guest any more, for people.
+fn fence_words(cause: FenceCause) -> String {
+    let words = match cause {
+        FenceCause::SwitchedOver => "the guest runs on the spare now",
+        FenceCause::NewerReign(term) => {
+            return format!(
+                "another host has taken over (term {}): the guest here is stopped, what it did \
+                 since then is lost",
+                term.0
+            );
+        }
+        FenceCause::LeaseExpired => {
+            "the lease is over, as the arbiter was not reached in time: another host may run the \
+             guest, so it is stopped here, and what no spare knows of it is lost"
+        }
+        FenceCause::GuestDied => "the guest was killed; what remains of it is cleared away",
+        FenceCause::TakeoverFailed => "this host could not take over: it has no guest",
+    };
+    words.to_owned()
 }
 
 /// Why a spare is dropped, for people.

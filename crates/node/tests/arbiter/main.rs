@@ -119,6 +119,29 @@ fn no_client_notices_the_death_of_the_primary() {
     assert_eq!((&record["term"], &record["at_once"]), (&2.into(), &true.into()), "{record}");
 }
 
+/// The spare is no heir any more while protection is paused, and one again afterwards.
+#[test]
+fn no_client_notices_a_pause_of_the_protection() {
+    let mut scene = scene(2, "output-commit");
+    let host = scene.lab.host(2).clone();
+    let etcd = Etcd::start(&host);
+    let (primary, spare) = protect(&mut scene, &etcd.place());
+    let load = load(&scene);
+    goes_on(&load, "before", &primary);
+    let said = scene.hotspare(0, &["pause"]);
+    assert!(said.is_ok(), "{said:?}\n{}", primary.said());
+    goes_on(&load, "paused", &primary);
+    assert_eq!(takeovers(&spare), 0, "{}", spare.said());
+    let said = scene.hotspare(0, &["resume"]);
+    assert!(said.is_ok(), "{said:?}\n{}", primary.said());
+    await_ready(&scene, &primary, 1);
+    goes_on(&load, "resumed", &primary);
+    scene.host(0).kill().unwrap();
+    Engine::taken_over(&spare).unwrap();
+    goes_on(&load, "after the death", &spare);
+    unnoticed(load);
+}
+
 /// The agent stands still for longer than its lease while the guest beside it runs on. Whatever
 /// it finds to do when it wakes up, nothing of that may leave the host.
 fn a_stopped_agent(guarantee: &str) {
