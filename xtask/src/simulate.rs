@@ -8,14 +8,15 @@ use crate::tree::cargo;
 
 #[derive(Debug, Args)]
 pub struct SimulateArguments {
-    /// How many seeds of every claim
+    /// How many seeds
     #[arg(long, default_value_t = 1_000)]
     seeds: u64,
     /// Only this seed
     #[arg(long)]
     seed: Option<u64>,
-    /// Only claims whose name contains this
-    claim: Option<String>,
+    /// Claims whose name contains this
+    #[arg(default_value = "anything_may_happen")]
+    claim: String,
 }
 
 /// Runs the simulation of `cluster`; a failure prints its seed and what happened.
@@ -25,6 +26,6 @@ pub fn simulate(arguments: &SimulateArguments) -> Result<()> {
     if let Some(seed) = arguments.seed {
         test.env("HOTSPARE_SEED", seed.to_string());
     }
-    test.args(&arguments.claim);
+    test.args([&arguments.claim, "--", "--nocapture"]);
     call(test)
 }

@@ -2,6 +2,7 @@
 //! the feature `mutate`, which nothing but that test asks for.
 
 /// A rule that can be broken.
+#[cfg_attr(not(feature = "mutate"), allow(dead_code))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mutation {
     /// The register gives a term that is not newer than all before.
@@ -12,14 +13,16 @@ pub enum Mutation {
     NoHeir,
     /// The register does not wait for a holder whose heirs acknowledge.
     NoGrace,
-    /// A primary goes on after its lease.
+    /// A primary does not stop its guest when its lease is over.
     NoExpiry,
-    /// A primary does not tell the register who its heirs are.
-    NoHeirs,
+    /// A gate lets output go after the lease. (A rule of `net::gate`; the simulation has its own.)
+    NoLease,
+    /// A gate lets output go before spares have acknowledged it. (As before.)
+    NoCommit,
+    /// A gate opens although a spare is not struck out yet. (As before.)
+    NoStrike,
     /// A primary that hears of a newer reign goes on.
     NoDeposition,
-    /// A primary that is denied its term goes on.
-    NoDenial,
     /// A spare claims a term that is not newer than all it knows.
     StaleClaim,
     /// A spare takes over whose ghost is not complete.
@@ -39,7 +42,7 @@ pub fn set(mutation: Option<Mutation>) {
 
 /// Whether this rule is broken.
 #[cfg(feature = "mutate")]
-pub(crate) fn is(mutation: Mutation) -> bool {
+pub fn is(mutation: Mutation) -> bool {
     BROKEN.get() == Some(mutation)
 }
 

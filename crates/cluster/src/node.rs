@@ -494,9 +494,6 @@ impl Node {
         retry_at: Option<Nanos>,
         out: &mut Vec<Action>,
     ) {
-        if mutate::is(Mutation::NoDenial) && matches!(self.state, State::Reigning(_)) {
-            return;
-        }
         self.seen = self.seen.max(held);
         match &mut self.state {
             State::Asking(asked) if *asked == term => {

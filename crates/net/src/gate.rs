@@ -190,8 +190,11 @@ impl Gate {
         let _ = self.lease.set(lease);
     }
 
-    fn may_leave(&self) -> bool {
-        self.lease.get().is_none_or(|lease| lease.holds())
+    /// Whether a packet may leave at this instant. Commits take heirs into account; where nothing
+    /// waits for them, heirs that could take the term at once have to be struck out first.
+    fn may_leave(&self, hold: &Hold) -> bool {
+        let Some(lease) = self.lease.get() else { return true };
+        lease.holds() && (hold.is_closed || !lease.heirs().are_awaited())
     }
 
     fn hold(&self) -> MutexGuard<'_, Hold> {
@@ -260,7 +263,7 @@ impl Gate {
             if packet.get(HEADER_BYTES..).and_then(source) != Some(self.service) {
                 continue;
             }
-            if hold.is_closed || !hold.waiting.is_empty() || !self.may_leave() {
+            if hold.is_closed || !hold.waiting.is_empty() || !self.may_leave(hold) {
                 hold.add(packet, Instant::now());
             } else {
                 self.let_go(packet);
@@ -346,7 +349,7 @@ impl Gate {
     fn let_go_all(&self, hold: &mut Hold) {
         let was_full = hold.bytes >= WAITING_BYTES_MAX;
         let (limit, now) = (hold.limit(), Instant::now());
-        while self.may_leave()
+        while self.may_leave(hold)
             && let Some(packet) = hold.next(limit, now)
         {
             self.let_go(&packet);

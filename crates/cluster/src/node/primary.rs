@@ -10,8 +10,8 @@ impl Node {
             // The guest stands still and has no address: it does no harm whoever reigns.
             return;
         }
-        let over = now >= reign.lease_until && !mutate::is(Mutation::NoExpiry);
-        if over && fences {
+        let over = now >= reign.lease_until;
+        if over && fences && !mutate::is(Mutation::NoExpiry) {
             return self.fence(FenceCause::LeaseExpired, out);
         }
         let fresh = over && !reign.suspended;
@@ -462,9 +462,6 @@ impl Reign {
     fn wanted_heirs(&self) -> BTreeSet<NodeId> {
         if let Phase::TakingOver | Phase::Offered { .. } = self.phase {
             return self.heirs.clone();
-        }
-        if mutate::is(Mutation::NoHeirs) {
-            return BTreeSet::new();
         }
         let ready = self
             .spares

@@ -5,11 +5,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use hotspare_cluster::mutate::{self, Mutation};
 use hotspare_cluster::register::{Record, Terms, Verdict, Wish, judge};
 use hotspare_cluster::{Claim, Event, Nanos, Node, Role, granted_by_nobody};
 use hotspare_image::{Epoch, NodeId, Position, Term};
 
-use super::world::{Arbiter, Due, Guest, LEASE, MS, World, config};
+use super::world::{Arbiter, Due, Guest, LEASE, MS, World};
 
 const GRACE: Nanos = 1_500 * MS;
 const PATIENCE: Nanos = 40 * MS;
@@ -127,7 +128,9 @@ impl World {
                     record.term
                 );
                 self.version += 1;
-                self.note(format!("register: {record:?}"));
+                if self.logs {
+                    self.note(format!("register: {record:?}"));
+                }
                 self.register = Some(record);
                 self.notify();
             }
@@ -277,8 +280,9 @@ impl World {
         // Whatever was shown before is not known to it, and must be over.
         self.spoken.last.clear();
         self.reigns(id, term, Epoch(0));
+        let config = self.config(id);
         let host = self.host(id);
-        host.node = Some(Node::reigning(config(id), now, term, until));
+        host.node = Some(Node::reigning(config, now, term, until));
         (host.guest, host.taken, host.last_term) = (Guest::Runs, Position::default(), Term(0));
         host.committed.clear();
         host.cuts.clear();
@@ -301,7 +305,11 @@ impl World {
         let alone = self.spares_of(id).is_empty();
         let host = self.host(id);
         let client = &host.client;
-        let awaited = client.at_once && !client.heirs.is_empty();
+        if mutate::is(Mutation::NoCommit) {
+            return Some(host.taken.epoch.next());
+        }
+        let awaits = client.at_once && !client.heirs.is_empty();
+        let awaited = awaits && !mutate::is(Mutation::NoStrike);
         if awaited && client.heirs.iter().any(|heir| !host.committed.contains_key(heir)) {
             return None;
         }
@@ -338,7 +346,8 @@ impl World {
             let now = self.local(id);
             let Some(node) = &self.hosts[&id].node else { continue };
             let status = node.status();
-            if status.role != Role::Primary || now >= self.hosts[&id].client.lease_until {
+            let over = now >= self.hosts[&id].client.lease_until;
+            if status.role != Role::Primary || over && !mutate::is(Mutation::NoLease) {
                 continue;
             }
             if self.hosts[&id].taking_over {
@@ -346,7 +355,12 @@ impl World {
             }
             let shown = match self.arbiter {
                 Arbiter::Commit => self.limit(id),
-                Arbiter::None | Arbiter::Lease => Some(self.hosts[&id].taken.epoch.next()),
+                Arbiter::None | Arbiter::Lease | Arbiter::Shared => {
+                    let client = &self.hosts[&id].client;
+                    let awaits = client.at_once && !client.heirs.is_empty();
+                    let awaits = awaits && !mutate::is(Mutation::NoStrike);
+                    (!awaits).then(|| self.hosts[&id].taken.epoch.next())
+                }
             };
             if let Some(shown) = shown {
                 self.shown(id, status.term, shown);
@@ -361,7 +375,7 @@ impl World {
         {
             assert!(shown <= knows, "{id} shows {shown:?} of {term}, its heir knows {knows:?}");
         }
-        if self.arbiter == Arbiter::Lease {
+        if self.arbiter != Arbiter::Commit {
             let newest = self.spoken.newest;
             assert!(term >= newest, "{id} speaks in {term} after {newest} has");
         }

@@ -12,22 +12,30 @@
 mod court;
 mod world;
 
+use hotspare_cluster::mutate::{self, Mutation};
 use hotspare_cluster::{Event, Role};
 use hotspare_image::NodeId;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use world::{Arbiter, MS, World};
 
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok())
+}
+
 /// Runs `claim` for many seeds; a failure prints its seed and the last events.
 fn for_seeds(hosts: u64, arbiter: Arbiter, claim: impl Fn(&mut World)) {
-    let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
     let seeds = match number("HOTSPARE_SEED") {
         Some(seed) => seed..seed + 1,
         None => 0..number("HOTSPARE_SEEDS").unwrap_or(150),
     };
     for seed in seeds {
-        let mut world = World::new(seed, hosts, arbiter);
+        let mut world = World::new(seed, hosts, arbiter, false);
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| claim(&mut world))) {
+            // Once more, with its log.
+            let mut world = World::new(seed, hosts, arbiter, true);
+            let _ = catch_unwind(AssertUnwindSafe(|| claim(&mut world)));
             world.print_log();
             eprintln!("failed with HOTSPARE_SEED={seed}, {hosts} hosts, arbiter {arbiter:?}");
             resume_unwind(panic);
@@ -225,7 +233,7 @@ fn chaos(world: &mut World, cuts: bool) {
         }
         let a = hosts[world.dice.below(hosts.len() as u64) as usize];
         let b = hosts[world.dice.below(hosts.len() as u64) as usize];
-        match world.dice.below(if cuts { 10 } else { 5 }) {
+        match world.dice.below(if cuts { 11 } else { 5 }) {
             0 => world.crash(a, true, Some(300 * MS)),
             1 => world.crash(a, false, Some(300 * MS)),
             2 => world.deliver(a, Event::SwitchoverAsked(None)),
@@ -238,6 +246,7 @@ fn chaos(world: &mut World, cuts: bool) {
             6 => world.cut_arbiter(a),
             7 => world.heal(),
             8 => world.cut_all_from_arbiter(),
+            10 => world.isolate(a),
             9 => {
                 let dead = world.dead();
                 if let Some(id) = dead.first() {
@@ -251,7 +260,7 @@ fn chaos(world: &mut World, cuts: bool) {
 
 #[test]
 fn with_an_arbiter_no_fault_makes_two_guests() {
-    for arbiter in [Arbiter::Lease, Arbiter::Commit] {
+    for arbiter in [Arbiter::Lease, Arbiter::Shared, Arbiter::Commit] {
         for hosts in 2..=4 {
             for_seeds(hosts, arbiter, any_fault);
         }
@@ -261,9 +270,8 @@ fn with_an_arbiter_no_fault_makes_two_guests() {
 fn any_fault(world: &mut World) {
     chaos(world, true);
     world.heal();
-    for _ in 0..4 {
-        settle(world);
-    }
+    settle(world);
+    settle(world);
     let primaries = world.with_role(Role::Primary);
     assert!(primaries.len() <= 1, "primaries {primaries:?}");
 }
@@ -273,18 +281,106 @@ fn without_an_arbiter_crashes_alone_make_no_two_guests() {
     for_seeds(2, Arbiter::None, |world| chaos(world, false));
 }
 
+fn healed(world: &mut World) {
+    chaos(world, true);
+    world.ever_cut = true;
+    world.heal();
+    settle(world);
+    settle(world);
+    assert!(world.with_role(Role::Primary).len() <= 1);
+}
+
 #[test]
 fn without_an_arbiter_a_healed_cluster_has_one_primary() {
     for hosts in 2..=4 {
-        for_seeds(hosts, Arbiter::None, |world| {
-            chaos(world, true);
-            world.ever_cut = true;
-            world.heal();
-            settle(world);
-            settle(world);
-            assert!(world.with_role(Role::Primary).len() <= 1);
-        });
+        for_seeds(hosts, Arbiter::None, healed);
     }
+}
+
+/// The worlds in which anything may happen, in turn.
+fn some_world(seed: u64) -> (u64, Arbiter, fn(&mut World)) {
+    let arbiters = [Arbiter::Commit, Arbiter::Lease, Arbiter::Shared, Arbiter::None];
+    let arbiter = arbiters[(seed % 4) as usize];
+    let claim = if arbiter == Arbiter::None { healed } else { any_fault };
+    (2 + seed / 4 % 3, arbiter, claim)
+}
+
+/// Why the claim of this seed fails, if it does.
+fn failure(seed: u64, logs: bool) -> Option<String> {
+    let (hosts, arbiter, claim) = some_world(seed);
+    let mut world = World::new(seed, hosts, arbiter, logs);
+    let panic = catch_unwind(AssertUnwindSafe(|| claim(&mut world))).err()?;
+    let words = panic.downcast_ref::<String>().cloned().unwrap_or_default();
+    world.print_log();
+    Some(format!("seed {seed}, {hosts} hosts, {arbiter:?}: {words}"))
+}
+
+/// The claims above with one world for each seed: for many seeds, see `cargo xtask simulate`.
+#[test]
+fn anything_may_happen() {
+    let (from, to) = match number("HOTSPARE_SEED") {
+        Some(seed) => (seed, seed + 1),
+        None => (0, number("HOTSPARE_SEEDS").unwrap_or(300)),
+    };
+    let next = AtomicU64::new(from);
+    let work = || {
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= to {
+                return;
+            }
+            if seed % 10_000 == 0 && seed > 0 {
+                println!("{seed} seeds");
+            }
+            if let Some(words) = failure(seed, false) {
+                failure(seed, true);
+                panic!("HOTSPARE_SEED={seed}: {words}");
+            }
+        }
+    };
+    let workers = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| (0..workers).for_each(|_| drop(scope.spawn(work))));
+    println!("{} seeds", to - from);
+}
+
+/// Rules broken on purpose, each with a seed that notices.
+const NOTICED: [(Mutation, u64); 11] = [
+    (Mutation::OldTerm, 224),
+    (Mutation::NoWait, 1),
+    (Mutation::NoHeir, 232),
+    (Mutation::NoGrace, 724),
+    (Mutation::NoExpiry, 10),
+    (Mutation::NoLease, 29),
+    (Mutation::NoCommit, 0),
+    (Mutation::NoStrike, 92),
+    (Mutation::NoDeposition, 19),
+    (Mutation::StaleClaim, 7),
+    (Mutation::AnyGhost, 1903),
+];
+
+/// Most seeds that a broken rule may go unnoticed.
+const UNNOTICED_MAX: u64 = 50_000;
+
+#[test]
+fn every_broken_rule_is_noticed() {
+    let notices = |mutation: Mutation, seed: u64| {
+        mutate::set(Some(mutation));
+        let noticed = failure(seed, false);
+        mutate::set(None);
+        noticed
+    };
+    let mut others = Vec::new();
+    for (mutation, seed) in NOTICED {
+        match notices(mutation, seed) {
+            Some(words) => println!("{mutation:?}: {words}"),
+            None => {
+                // The world has changed since that seed was found.
+                let other = (0..UNNOTICED_MAX).find(|seed| notices(mutation, *seed).is_some());
+                others.push((mutation, other));
+            }
+        }
+    }
+    assert_eq!(others, [], "other seeds notice; none is a hole in the simulation");
 }
 
 #[test]

@@ -42,12 +42,10 @@ pub enum Arbiter {
     None,
     /// One register, reachable unless cut off; output waits for nobody.
     Lease,
+    /// As before, and what guests do to shared files matters, too.
+    Shared,
     /// One register; output waits for the spares.
     Commit,
-}
-
-pub fn config(node: NodeId) -> Config {
-    Config::new(node)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -160,11 +158,17 @@ pub struct World {
     pub ended: bool,
     pub fail_takeovers_percent: u64,
     pub fail_freezes_percent: u64,
+    /// Kept only when a seed that failed is run again.
+    pub logs: bool,
     log: VecDeque<String>,
 }
 
 impl World {
-    pub fn new(seed: u64, hosts: u64, arbiter: Arbiter) -> World {
+    pub fn config(&self, node: NodeId) -> Config {
+        Config { fence_at_expiry: self.arbiter == Arbiter::Shared, ..Config::new(node) }
+    }
+
+    pub fn new(seed: u64, hosts: u64, arbiter: Arbiter, logs: bool) -> World {
         let mut world = World {
             now: 0,
             dice: Dice::new(seed),
@@ -184,6 +188,7 @@ impl World {
             ended: false,
             fail_takeovers_percent: 0,
             fail_freezes_percent: 0,
+            logs,
             log: VecDeque::new(),
         };
         for id in (1..=hosts).map(NodeId) {
@@ -204,14 +209,14 @@ impl World {
             world.hosts.insert(id, host);
         }
         let now = world.local(NodeId(1));
-        let (first, actions) = Node::first(config(NodeId(1)), now);
+        let (first, actions) = Node::first(world.config(NodeId(1)), now);
         world.host(NodeId(1)).node = Some(first);
         world.host(NodeId(1)).guest = Guest::Runs;
         world.carry_out(NodeId(1), actions);
         world.at(EPOCH, Due::Epoch { node: NodeId(1), incarnation: 0 });
         for id in (2..=hosts).map(NodeId) {
             let now = world.local(id);
-            world.host(id).node = Some(Node::spare(config(id), now));
+            world.host(id).node = Some(Node::spare(world.config(id), now));
             world.host(id).wants = Some(NodeId(1));
             world.at(MS, Due::Dial { from: id, to: NodeId(1) });
         }
@@ -323,7 +328,7 @@ impl World {
                     self.note(format!("{node} starts as a spare"));
                     let now = self.local(node);
                     self.host(node).last_term = Term(0);
-                    self.host(node).node = Some(Node::spare(config(node), now));
+                    self.host(node).node = Some(Node::spare(self.config(node), now));
                 }
             }
             Due::TakenOver { node, incarnation } => {
@@ -350,7 +355,8 @@ impl World {
             Event::StreamClosed { peer, .. } => drop(self.host(to).committed.remove(&peer)),
             _ => {}
         }
-        if !matches!(event, Event::Tick | Event::Beat(_) | Event::CheckpointTaken(_)) {
+        let told = !matches!(event, Event::Tick | Event::Beat(_) | Event::CheckpointTaken(_));
+        if self.logs && told {
             self.note(format!("{to} <- {event:?}"));
         }
         let follows = self.hosts[&to].node.as_ref().map(|node| node.status().term);
@@ -366,7 +372,7 @@ impl World {
 
     fn carry_out(&mut self, id: NodeId, actions: Vec<Action>) {
         for action in actions {
-            if !matches!(action, Action::SendBeat(_)) {
+            if self.logs && !matches!(action, Action::SendBeat(_)) {
                 self.note(format!("{id} -> {action:?}"));
             }
             self.act(id, action);
@@ -450,7 +456,8 @@ impl World {
         host.cuts.clear();
         let incarnation = host.incarnation;
         self.reigns(id, term, position.epoch);
-        if self.arbiter != Arbiter::None {
+        if self.arbiter != Arbiter::None || !self.ever_cut {
+            assert!(term > Term(1), "{term} was given at the start");
             assert!(self.takeovers.iter().all(|(given, _)| *given != term), "{term} given twice");
         }
         self.takeovers.push((term, id));
@@ -638,6 +645,14 @@ impl World {
         self.arbiter_cut.extend(self.hosts.keys());
     }
 
+    /// Cut off from everything, as by a dead switch.
+    pub fn isolate(&mut self, id: NodeId) {
+        for other in self.hosts.keys().copied().filter(|other| *other != id).collect::<Vec<_>>() {
+            self.cut(id, other);
+        }
+        self.cut_arbiter(id);
+    }
+
     pub fn dead(&self) -> Vec<NodeId> {
         let dead = self.hosts.iter().filter(|(_, host)| host.node.is_none());
         dead.map(|(id, _)| *id).collect()
@@ -685,6 +700,9 @@ impl World {
     }
 
     pub fn note(&mut self, line: String) {
+        if !self.logs {
+            return;
+        }
         if self.log.len() == 400 {
             self.log.pop_front();
         }
@@ -708,7 +726,7 @@ impl World {
         self.check_holders();
         let running = self.running();
         // A cut link may give two. With an arbiter only one of them is heard.
-        if self.arbiter == Arbiter::None && !self.ever_cut {
+        if self.arbiter == Arbiter::Shared || self.arbiter == Arbiter::None && !self.ever_cut {
             assert!(running.len() <= 1, "the guest runs on {running:?}");
         }
         for id in running {

@@ -251,13 +251,11 @@ impl Etcd {
                 "name and password of an etcd user who may read and write below the prefix are \
                  wanted: HOTSPARE_ARBITER_USER and HOTSPARE_ARBITER_PASSWORD"
             }
-            _ if said.contains("ertificate")
-                || said.contains("tls")
-                || said.contains("UnknownCA") =>
-            {
-                "TLS fails: does `?ca=` name the authority that signed the server's certificate, is \
-                 the address in that certificate, do `&cert=` and `&key=` fit, and is the clock of \
-                 this host right?"
+            // A server that wants another certificate may just hang up.
+            _ if self.place.tls => {
+                "is etcd up, and does TLS work: does `?ca=` name the authority that signed the \
+                 server's certificate, is the address in that certificate, does the server want \
+                 `&cert=` and `&key=`, and is the clock of this host right?"
             }
             _ => {
                 "is etcd up, is the address right (client port, mostly 2379), does a firewall \

@@ -149,11 +149,14 @@ impl Handle {
         let _ = self.asks.send(Ask::Guest(name.to_owned(), at_once));
     }
 
-    /// Gives the term up, and waits for that a moment; whether it is known to be ours no more.
-    /// Nobody is `ended` as heir: the guest is over.
+    /// Gives the term up, and waits for that a moment; whether the arbiter knows of it. The guest
+    /// may have `ended`: then nobody inherits it, and its last words may leave while the lease
+    /// lasts.
     pub fn give_up(&self, term: Term, ended: bool) -> bool {
         let (done, answer) = sync_channel(1);
-        self.lease.end();
+        if !ended {
+            self.lease.end();
+        }
         let _ = self.asks.send(Ask::Last(Wish::GiveUp { term, ended }, done));
         answer.recv_timeout(LAST_WISH).unwrap_or(false)
     }

@@ -7,17 +7,24 @@ use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use hotspare_torture::chain::{Scene, await_ready, says, takeovers};
-use hotspare_torture::clients::{Load, Outcome, Pace, Protocol, StoreLane, StorePlan, verify};
+use hotspare_torture::clients::{
+    Connection, Load, Outcome, Pace, Protocol, StoreLane, StorePlan, verify,
+};
 use hotspare_torture::clock::Instant;
 use hotspare_torture::lab::{Host, LAB_DIR, Lab, Process, SERVICE_CIDR, SERVICE_V4};
 use hotspare_torture::protected::{Engine, HANG};
 use nix::sys::signal::Signal;
 use places::{Etcd, S3, make_keys};
 
-const BINARY: &str = env!("CARGO_BIN_EXE_hotspare");
+/// The program of this build, or another that is to be tested.
+static BINARY: LazyLock<String> = LazyLock::new(|| {
+    let built = || env!("CARGO_BIN_EXE_hotspare").to_owned();
+    std::env::var("HOTSPARE_BIN").unwrap_or_else(|_| built())
+});
 const EPOCH: Duration = Duration::from_millis(100);
 const PORT: u16 = 6379;
 /// Of `--arbiter etcd://…`.
@@ -32,7 +39,7 @@ fn scene(hosts: usize, guarantee: &str) -> Scene {
     let lab = Lab::new(hosts + 1).unwrap();
     let words = [&["--guarantee", guarantee], &PATIENT[..]].concat();
     let engine = Engine {
-        binary: BINARY.into(),
+        binary: BINARY.as_str().into(),
         epoch: EPOCH,
         service_cidr: Some(SERVICE_CIDR.into()),
         replicated: vec![],
@@ -140,6 +147,82 @@ fn no_client_notices_a_pause_of_the_protection() {
     Engine::taken_over(&spare).unwrap();
     goes_on(&load, "after the death", &spare);
     unnoticed(load);
+}
+
+/// The spare may speak only when the arbiter knows that the old primary does not want it back.
+#[test]
+fn no_client_notices_a_switchover() {
+    let mut scene = scene(2, "output-commit");
+    let host = scene.lab.host(2).clone();
+    let etcd = Etcd::start(&host);
+    let (primary, spare) = protect(&mut scene, &etcd.place());
+    let load = load(&scene);
+    goes_on(&load, "before", &primary);
+    let said = scene.hotspare(0, &["switchover"]);
+    assert!(said.is_ok(), "{said:?}\n{}\n{}", primary.said(), spare.said());
+    goes_on(&load, "after the switchover", &spare);
+    unnoticed(load);
+    let record = etcd.record("redis");
+    assert_eq!((&record["term"], record["heirs"].as_array().map(Vec::len)), (&2.into(), Some(0)));
+}
+
+#[test]
+fn under_timeline_a_guest_moves_at_once_when_its_primary_wants_it() {
+    let mut scene = scene(2, "timeline");
+    let host = scene.lab.host(2).clone();
+    let etcd = Etcd::start(&host);
+    let (primary, spare) = protect(&mut scene, &etcd.place());
+    scene.set("key", "value");
+    let said = scene.hotspare(0, &["switchover"]);
+    assert!(said.is_ok(), "{said:?}\n{}\n{}", primary.said(), spare.said());
+    assert_eq!(scene.get("key").as_deref(), Some("value"));
+}
+
+/// Answers one line and is done.
+const ONE_ANSWER: &str = r#"
+import socket, sys
+listener = socket.create_server((sys.argv[1], int(sys.argv[2])))
+connection, _ = listener.accept()
+connection.sendall(connection.makefile('rb').readline())
+"#;
+
+#[test]
+fn the_last_words_of_a_guest_reach_its_client() {
+    let mut scene = scene(2, "output-commit");
+    let host = scene.lab.host(2).clone();
+    let etcd = Etcd::start(&host);
+    let place = etcd.place();
+    scene.engine.more.extend(["--guest", "one", "--arbiter", &place].map(str::to_owned));
+    let spare_words = [&PATIENT[..], &["--arbiter", &place]].concat();
+    let spare = scene.engine.spare_with(scene.host(1), &spare_words).unwrap();
+    let words = ["python3", "-c", ONE_ANSWER, &SERVICE_V4.to_string(), &PORT.to_string()];
+    let words = words.map(str::to_owned);
+    let primary = scene.engine.run(scene.host(0), &[scene.host(1)], &words).unwrap();
+    Engine::protected(&primary).unwrap();
+    await_ready(&scene, &primary, 1);
+    let server = SocketAddr::from((SERVICE_V4, PORT));
+    let answer = scene.lab.client().inside(move || {
+        let deadline = Instant::now() + HANG;
+        let mut connection = loop {
+            // It takes one connection, as soon as it listens.
+            match Connection::open(server, HANG, HANG) {
+                Err(_) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                opened => break opened?,
+            }
+        };
+        connection.send(b"last words\n")?;
+        connection.line().map(<[u8]>::to_vec)
+    });
+    assert_eq!(answer.unwrap(), b"last words", "{}", primary.said());
+    assert_eq!(primary.wait(HANG).unwrap().code(), Some(0), "{}", primary.said());
+    let record = etcd.record("one");
+    assert_eq!(
+        (&record["over"], record["heirs"].as_array().map(Vec::len)),
+        (&true.into(), Some(0))
+    );
+    assert_eq!(takeovers(&spare), 0, "{}", spare.said());
 }
 
 /// The agent stands still for longer than its lease while the guest beside it runs on. Whatever
@@ -283,7 +366,7 @@ fn contenders(lab: &Lab, place: &str) {
     let mut words = sleeper(place, "6");
     words.splice(1..1, ["--lease", "2s"].map(str::to_owned));
     let start = |host: &std::sync::Arc<Host>| {
-        let mut command = Command::new(BINARY);
+        let mut command = Command::new(&*BINARY);
         command.args(&words);
         command.env("AWS_ACCESS_KEY_ID", "a").env("AWS_SECRET_ACCESS_KEY", "b");
         host.spawn(&mut command).unwrap()
@@ -319,7 +402,7 @@ fn of_many_that_start_a_guest_with_s3_one_runs_it() {
 fn with_keys() -> PathBuf {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("hotspare-with-keys");
     let keys = "AWS_ACCESS_KEY_ID=a AWS_SECRET_ACCESS_KEY=b";
-    fs::write(&path, format!("#!/bin/sh\n{keys} exec {BINARY} \"$@\"\n")).unwrap();
+    fs::write(&path, format!("#!/bin/sh\n{keys} exec {} \"$@\"\n", *BINARY)).unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
     path
 }
@@ -341,7 +424,7 @@ fn a_failover_with_s3() {
 }
 
 fn run(host: &Host, words: &[String], environment: &[(&str, &str)]) -> Result<String, String> {
-    let mut command = Command::new(BINARY);
+    let mut command = Command::new(&*BINARY);
     command.args(words).envs(environment.iter().copied());
     host.run(&mut command, HANG).map_err(|error| error.to_string())
 }
@@ -402,7 +485,7 @@ fn a_spare_with_another_arbiter_is_told() {
     let lab = Lab::new(3).unwrap();
     let etcd = Etcd::start(lab.host(2));
     let mut engine = Engine {
-        binary: BINARY.into(),
+        binary: BINARY.as_str().into(),
         epoch: EPOCH,
         service_cidr: None,
         replicated: vec![],
