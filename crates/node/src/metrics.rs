@@ -126,6 +126,8 @@ pub struct Meters {
     switchovers: Counter,
     refusals: [Counter; 5],
     drops: [Counter; 3],
+    /// Steps of something long on the thread that owns the guest: it does not hang.
+    pub progress: Counter,
     /// Records that wait for a disk.
     pub unwritten: Counter,
     /// `CLOCK_MONOTONIC` of the newest checkpoint that a spare has, ns; 0 if there is none.
@@ -155,6 +157,7 @@ impl Default for Meters {
             switchovers: counter(),
             refusals: Default::default(),
             drops: Default::default(),
+            progress: counter(),
             unwritten: counter(),
             newest_ns: counter(),
         }

@@ -1,7 +1,8 @@
 //! What systemd wants to know (sd_notify(3)): that we are ready, how things stand, that we live.
 //!
 //! The watchdog is fed only as long as the thread that owns the guest answers: it is asked through
-//! its mailbox, as everybody asks it.
+//! its mailbox, as everybody asks it. A spare that takes in a first copy, which is as large as the
+//! guest, cannot answer for so long; then it counts that the copy grows.
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
@@ -56,6 +57,7 @@ pub fn report(agent: &Agent) -> std::io::Result<()> {
     let tell = move || {
         let pause = watchdog.map_or(LOOK, |every| (every / 3).min(LOOK));
         let mut asked: Option<Arc<AtomicBool>> = None;
+        let mut seen = agent.meters.progress.get();
         loop {
             std::thread::sleep(pause);
             let words = agent.words();
@@ -64,11 +66,13 @@ pub fn report(agent: &Agent) -> std::io::Result<()> {
                 told = words;
             }
             let answered = asked.as_ref().is_none_or(|answer| answer.load(Ordering::Relaxed));
+            let progress = agent.meters.progress.get();
+            let goes_on = std::mem::replace(&mut seen, progress) != progress;
+            if watchdog.is_some() && (goes_on || answered && asked.is_some()) {
+                manager.tell("WATCHDOG=1");
+            }
             if watchdog.is_none() || !answered {
                 continue;
-            }
-            if asked.is_some() {
-                manager.tell("WATCHDOG=1");
             }
             let answer = Arc::new(AtomicBool::new(false));
             agent.owner.send(Message::Alive(answer.clone()));

@@ -26,6 +26,7 @@ use crate::alike::{Comparison, FilesDiffer};
 use crate::history::What;
 use crate::hooks::Hook;
 use crate::mailbox::{Inbox, Room};
+use crate::metrics::Counter;
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY};
 use crate::settings::Settings;
 use crate::{facts, takeover};
@@ -459,14 +460,18 @@ impl Spare {
                 Some(Held::new(&checkpoint, settings.clone(), self.hook.bridge.as_deref())?);
         }
         let held = self.ghost.as_mut().context("there is no ghost to apply it to")?;
-        held.apply_files(staged).context("apply file changes")?;
+        let progress = &self.agent.meters.progress;
+        held.apply_files(staged, progress).context("apply file changes")?;
         if staged.is_full() {
             held.ghost.begin_full(&checkpoint)?;
         }
         // One after another: an epoch may be larger than what this host can spare.
         let mut failed = None;
         let mut runs = std::iter::from_fn(|| match staged.next_run() {
-            Ok(run) => run.map(page_run),
+            Ok(run) => {
+                progress.add(1);
+                run.map(page_run)
+            }
             Err(error) => {
                 failed = Some(error);
                 None
@@ -511,7 +516,11 @@ impl Held {
         Ok(Self { ghost, offsets, directories, network, settings, mounts })
     }
 
-    fn apply_files(&mut self, staged: &mut StagedCheckpoint) -> anyhow::Result<()> {
+    fn apply_files(
+        &mut self,
+        staged: &mut StagedCheckpoint,
+        progress: &Counter,
+    ) -> anyhow::Result<()> {
         use std::io::Read;
         let mut sets: Vec<_> = self.directories.iter().map(ReplicatedDir::staging).collect();
         let mut left = staged.file_bytes();
@@ -524,6 +533,7 @@ impl Held {
                 bail!("a piece of {length} bytes does not fit");
             }
             left -= u64::from(length) + 8;
+            progress.add(1);
             let mut chunk = vec![0u8; length as usize];
             files.read_exact(&mut chunk)?;
             let index = usize::from(head[0]);

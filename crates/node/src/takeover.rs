@@ -101,18 +101,19 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     let epoch = image.position.epoch;
     let cause = cause(&spare, decision, epoch.0, settings.guarantee);
     let failover = Failover { detect, apply, finalise, address, epoch: epoch.0, term: term.0 };
-    spare.agent.reporter.failover(&failover);
-    let what = What::takeover(&failover, cause);
-    spare.agent.history.note(&settings.guest, (term.0, epoch.0), what);
-    tracing::info!(parts = ?released.parts, "finalised");
-    watch_connections(watch);
-    spare.hook.spawn(HookEvent::Takeover, &settings, term, &spare.agent.reporter);
+    // Before anybody hears of it: whoever asks then is to see it.
     {
         let mut face = spare.agent.face();
         face.role = HostRole::Primary;
         face.term = term;
         face.settings = Some(settings.clone());
     }
+    spare.agent.reporter.failover(&failover);
+    let what = What::takeover(&failover, cause);
+    spare.agent.history.note(&settings.guest, (term.0, epoch.0), what);
+    tracing::info!(parts = ?released.parts, "finalised");
+    watch_connections(watch);
+    spare.hook.spawn(HookEvent::Takeover, &settings, term, &spare.agent.reporter);
     let mut maker = EpochMaker::new(guest, &settings, outside()?, sockets, queues);
     (maker.offsets, maker.directories, maker.names) = (offsets, directories, image.names);
     (maker.term, maker.epoch, maker.network) = (term, epoch, network);
