@@ -44,8 +44,22 @@ pub struct Record {
     pub heirs: BTreeSet<NodeId>,
     /// Nothing leaves the holder's guest that not all heirs have acknowledged.
     pub at_once: bool,
+    /// Heirs wait for the lease all the same: what the guest does reaches others by more than its
+    /// packets.
+    pub shared: bool,
     /// The holder has stopped its guest for good.
     pub over: bool,
+}
+
+impl Record {
+    /// For how long after this write the holder may go on if its heirs acknowledge.
+    #[must_use]
+    pub fn at_most_ns(&self) -> Nanos {
+        match self.at_once && !self.shared && !self.heirs.is_empty() {
+            true => self.grace_ns.max(self.lease_ns),
+            false => self.lease_ns,
+        }
+    }
 }
 
 /// How a node writes its records.
@@ -57,6 +71,8 @@ pub struct Terms {
     pub grace_ns: Nanos,
     /// Of [`Record::at_once`].
     pub at_once: bool,
+    /// Of [`Record::shared`].
+    pub shared: bool,
 }
 
 /// What somebody wants of the record.
@@ -142,6 +158,7 @@ fn take(
         renewals: 0,
         heirs: BTreeSet::new(),
         at_once: terms.at_once,
+        shared: terms.shared,
         over: false,
     };
     let Some((record, since)) = seen else {
@@ -193,17 +210,16 @@ fn right(record: &Record, since: Nanos, node: NodeId, by: Claim) -> Right {
     match by {
         Claim::Heir | Claim::Word(_) | Claim::Offer(_) if !inherits => Right::Never,
         Claim::Heir | Claim::Word(_) | Claim::Offer(_) => {
-            match record.at_once || record.over || consents {
+            match (record.at_once && !record.shared) || record.over || consents {
                 true => Right::Now,
                 false => Right::From(lease_over),
             }
         }
         Claim::First if record.over && record.heirs.is_empty() => Right::Now,
-        Claim::First if record.at_once && !record.heirs.is_empty() => {
-            let grace_over = since.saturating_add(wait(record.grace_ns));
-            Right::From(if crate::mutate::is(Mutation::NoGrace) { lease_over } else { grace_over })
+        Claim::First => {
+            let most_over = since.saturating_add(wait(record.at_most_ns()));
+            Right::From(if crate::mutate::is(Mutation::NoGrace) { lease_over } else { most_over })
         }
-        Claim::First => Right::From(lease_over),
     }
 }
 
@@ -223,6 +239,7 @@ fn keep(
                 at_once: terms.at_once || (record.at_once && *heirs == record.heirs),
                 lease_ns: terms.lease_ns,
                 grace_ns: terms.grace_ns,
+                shared: terms.shared,
                 ..record.clone()
             })
         }

@@ -27,8 +27,8 @@ pub fn boot_ns() -> u64 {
 #[derive(Debug)]
 pub struct Lease {
     until: AtomicU64,
-    /// No acknowledgement holds it up beyond this.
-    until_at_most: AtomicU64,
+    /// No acknowledgement holds it up beyond this. Whoever changes the above has this.
+    until_at_most: Mutex<u64>,
     length_ns: u64,
     heirs: Mutex<Heirs>,
 }
@@ -56,7 +56,7 @@ impl Lease {
     pub fn new(length: Duration) -> Self {
         Self {
             until: AtomicU64::new(0),
-            until_at_most: AtomicU64::new(0),
+            until_at_most: Mutex::new(0),
             length_ns: length.as_nanos() as u64,
             heirs: Mutex::default(),
         }
@@ -80,23 +80,36 @@ impl Lease {
         Duration::from_nanos(self.until().saturating_sub(boot_ns()))
     }
 
-    /// The arbiter has written what was sent at `sent`; acknowledgements may hold it up for
-    /// `grace` from then.
-    pub fn renew(&self, sent: u64, grace: Duration) {
-        self.until_at_most.fetch_max(sent + grace.as_nanos() as u64, Ordering::AcqRel);
-        self.until.fetch_max(sent + self.length_ns, Ordering::AcqRel);
+    /// The arbiter has written what was sent at `sent`. From then on acknowledgements of heirs may
+    /// hold the lease up for `at_most`.
+    pub fn renew(&self, sent: u64, at_most: Duration) {
+        let mut most = self.at_most();
+        *most = sent + at_most.as_nanos() as u64;
+        let until = self.until().min(*most).max(sent + self.length_ns);
+        self.until.store(until, Ordering::Release);
+    }
+
+    /// What is being sent at `sent` may leave no heirs, whose acknowledgements then mean nothing.
+    pub fn without_heirs(&self, sent: u64) {
+        let mut most = self.at_most();
+        *most = (*most).min(sent + self.length_ns);
     }
 
     /// All heirs have acknowledged what was sent after `sent`.
     pub fn extend_from(&self, sent: u64) {
-        let most = self.until_at_most.load(Ordering::Acquire);
-        self.until.fetch_max((sent + self.length_ns).min(most), Ordering::AcqRel);
+        let most = self.at_most();
+        let until = (sent + self.length_ns).min(*most).max(self.until());
+        self.until.store(until, Ordering::Release);
     }
 
     /// It is somebody else's now.
     pub fn end(&self) {
-        self.until_at_most.store(0, Ordering::Release);
+        *self.at_most() = 0;
         self.until.store(0, Ordering::Release);
+    }
+
+    fn at_most(&self) -> MutexGuard<'_, u64> {
+        self.until_at_most.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Who may take the term from us.
@@ -129,6 +142,11 @@ mod tests {
         assert_eq!(lease.until(), 41_000_000_000);
         lease.extend_from(90_000_000_000);
         assert_eq!(lease.until(), 61_000_000_000);
+        lease.without_heirs(2_000_000_000);
+        lease.extend_from(52_000_000_000);
+        assert_eq!(lease.until(), 61_000_000_000);
+        lease.renew(2_000_000_000, Duration::from_secs(10));
+        assert_eq!(lease.until(), 12_000_000_000, "the heirs are struck out");
         lease.end();
         lease.extend_from(90_000_000_000);
         assert_eq!(lease.until(), 0);

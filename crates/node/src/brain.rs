@@ -93,7 +93,7 @@ pub fn run(
     loop {
         // Acknowledgements hold it up, too.
         let until = agent.arbiter.as_ref().map_or(0, |arbiter| arbiter.lease.until());
-        if until > lease_told {
+        if until != lease_told {
             lease_told = until;
             answers.push(Event::LeaseExtended(until));
         }

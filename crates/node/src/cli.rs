@@ -12,7 +12,7 @@ use hotspare_net::takeover::ServiceAddress;
 use hotspare_replica::{HostRole, Identity, Security};
 
 use crate::agent::Agent;
-use crate::arbiter::{Arbiter, Place};
+use crate::arbiter::{Arbiter, Holds, Place};
 use crate::brain::{self, Brain};
 use crate::control;
 use crate::history::{self, What};
@@ -492,8 +492,8 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
 fn begin_term(agent: &mut Agent, common: &Common, settings: &Settings) -> anyhow::Result<Term> {
     let Some(arbiter) = Arbiter::open(&common.arbiter, common.lease)? else { return Ok(Term(1)) };
     agent.arbiter = Some(arbiter.handle());
-    let (node, at_once) = (agent.node, settings.guarantee.is_exact());
-    let term = arbiter.take_first(node, &settings.guest, at_once, &agent.reporter)?;
+    let holds = Holds::of(settings);
+    let term = arbiter.take_first(agent.node, &settings.guest, holds, &agent.reporter)?;
     arbiter.serve(agent)?;
     Ok(term)
 }

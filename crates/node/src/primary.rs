@@ -348,6 +348,10 @@ impl Primary {
                     network.announce().context("announce the service address again")?;
                 }
             }
+            // Packets are not all that it does.
+            Action::Suspend if self.settings.writes_shared_files() => {
+                return self.fence(FenceCause::LeaseExpired);
+            }
             Action::Suspend => self.agent.reporter.note(
                 "THE LEASE IS OVER: nothing leaves the guest until the arbiter renews it, or gives \
                  the term to a spare",

@@ -23,6 +23,7 @@ use hotspare_replica::{
 
 use crate::agent::{Agent, Joined, Message, StreamId};
 use crate::alike::{Comparison, FilesDiffer};
+use crate::arbiter::Holds;
 use crate::history::What;
 use crate::hooks::Hook;
 use crate::mailbox::{Inbox, Room};
@@ -103,7 +104,7 @@ fn greet(agent: &Agent, channel: Channel) -> anyhow::Result<Welcomed> {
     let arbiter = agent.arbiter.as_ref();
     settings.require_same_arbiter(arbiter.map(|arbiter| &*arbiter.identity))?;
     if let Some(arbiter) = arbiter {
-        arbiter.guest(&settings.guest, settings.guarantee.is_exact());
+        arbiter.guest(&settings.guest, Holds::of(&settings));
     }
     let key: HeartKey = welcome
         .heart_key

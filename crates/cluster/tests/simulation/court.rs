@@ -51,7 +51,8 @@ pub struct Spoken {
 
 impl World {
     fn terms(&self) -> Terms {
-        Terms { lease_ns: LEASE, grace_ns: GRACE, at_once: self.arbiter == Arbiter::Commit }
+        let (at_once, shared) = (self.arbiter == Arbiter::Commit, self.arbiter == Arbiter::Shared);
+        Terms { lease_ns: LEASE, grace_ns: GRACE, at_once, shared }
     }
 
     pub fn request(&mut self, id: NodeId, wish: Wish) {
@@ -82,6 +83,9 @@ impl World {
             Verdict::Write(record) => {
                 client.heirs.extend(&record.heirs);
                 client.at_once |= record.at_once;
+                if record.at_most_ns() == record.lease_ns {
+                    client.lease_at_most = client.lease_at_most.min(now + LEASE);
+                }
                 let same = client.attempt.take().filter(|(before, _)| *before == record);
                 let sent = same.map_or(now, |(_, sent)| sent);
                 client.attempt = Some((record.clone(), sent));
@@ -205,8 +209,9 @@ impl World {
     fn written(&mut self, id: NodeId, own: Record, sent: Nanos) {
         let client = &mut self.host(id).client;
         if !own.over {
-            client.lease_until = client.lease_until.max(sent + own.lease_ns);
-            client.lease_at_most = client.lease_at_most.max(sent + own.grace_ns);
+            client.lease_at_most = sent + own.at_most_ns();
+            let until = client.lease_until.min(client.lease_at_most);
+            client.lease_until = until.max(sent + own.lease_ns);
         }
         (client.heirs, client.at_once) = (own.heirs.clone(), own.at_once);
         let fulfilled = match &client.wish {

@@ -29,6 +29,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 pub use self::place::Place;
 use crate::agent::{Agent, Message};
 use crate::report::Reporter;
+use crate::settings::Settings;
 
 /// Of a holder whose heirs acknowledge, if the lease is not longer.
 const GRACE: Duration = Duration::from_secs(60);
@@ -121,10 +122,27 @@ pub struct Arbiter {
 
 enum Ask {
     /// It is about this guest.
-    Guest(String, bool),
+    Guest(String, Holds),
     Wish(Wish),
     /// The last wish, and somebody who waits for it.
     Last(Wish, SyncSender<bool>),
+}
+
+/// What is held back of a guest, and what is not.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Holds {
+    /// Its output waits for all heirs.
+    pub at_once: bool,
+    /// It writes where others see it at once.
+    pub shared: bool,
+}
+
+impl Holds {
+    /// Of a guest with these settings.
+    pub fn of(settings: &Settings) -> Self {
+        let shared = settings.writes_shared_files();
+        Self { at_once: settings.guarantee.is_exact(), shared }
+    }
 }
 
 /// How others talk to the arbiter's thread.
@@ -144,9 +162,9 @@ impl Handle {
         let _ = self.asks.send(Ask::Wish(wish));
     }
 
-    /// From now on it is about this guest. `at_once`: its output waits for all heirs.
-    pub fn guest(&self, name: &str, at_once: bool) {
-        let _ = self.asks.send(Ask::Guest(name.to_owned(), at_once));
+    /// From now on it is about this guest.
+    pub fn guest(&self, name: &str, holds: Holds) {
+        let _ = self.asks.send(Ask::Guest(name.to_owned(), holds));
     }
 
     /// Gives the term up, and waits for that a moment; whether the arbiter knows of it. The guest
@@ -223,7 +241,7 @@ impl Arbiter {
             node,
             lease: Arc::clone(&self.handle.lease),
             length: self.lease,
-            at_once: false.into(),
+            holds: std::cell::Cell::default(),
             seen: RefCell::default(),
             attempt: RefCell::default(),
         }
@@ -235,12 +253,12 @@ impl Arbiter {
         &self,
         node: NodeId,
         guest: &str,
-        at_once: bool,
+        holds: Holds,
         reporter: &Reporter,
     ) -> anyhow::Result<Term> {
         let desk = self.desk(node);
-        desk.set_guest(guest, at_once);
-        self.handle.guest(guest, at_once);
+        desk.set_guest(guest, holds);
+        self.handle.guest(guest, holds);
         self.runtime.block_on(async {
             let mut waited_for = None;
             let mut term = Term(1);
@@ -292,7 +310,7 @@ impl Arbiter {
                 node: agent.node,
                 lease: handle.lease,
                 length: lease,
-                at_once: false.into(),
+                holds: std::cell::Cell::default(),
                 seen: RefCell::default(),
                 attempt: RefCell::default(),
             };
@@ -332,15 +350,15 @@ struct Desk {
     node: NodeId,
     lease: Arc<Lease>,
     length: Duration,
-    at_once: std::cell::Cell<bool>,
+    holds: std::cell::Cell<Holds>,
     seen: RefCell<Seen>,
     attempt: RefCell<Option<Attempt>>,
 }
 
 impl Desk {
-    fn set_guest(&self, name: &str, at_once: bool) {
+    fn set_guest(&self, name: &str, holds: Holds) {
         let key = Some(format!("{}/{name}", self.prefix));
-        self.at_once.set(at_once);
+        self.holds.set(holds);
         if *self.key.borrow() != key {
             *self.key.borrow_mut() = key;
             *self.seen.borrow_mut() = Seen::default();
@@ -352,7 +370,8 @@ impl Desk {
         Terms {
             lease_ns: self.length.as_nanos() as u64,
             grace_ns: grace.as_nanos() as u64,
-            at_once: self.at_once.get(),
+            at_once: self.holds.get().at_once,
+            shared: self.holds.get().shared,
         }
     }
 
@@ -419,6 +438,9 @@ impl Desk {
                 let mut heirs = self.lease.heirs();
                 heirs.nodes.extend(&record.heirs);
                 heirs.at_once |= record.at_once;
+                if record.at_most_ns() == record.lease_ns {
+                    self.lease.without_heirs(boot_ns());
+                }
             }
             let mut sent = boot_ns();
             if let Some(before) = self.attempt.take().filter(|before| before.record == record) {
@@ -443,8 +465,7 @@ impl Desk {
     /// Our record is there.
     fn written(&self, record: &Record, sent: u64) {
         if !record.over {
-            let grace = Duration::from_nanos(record.grace_ns);
-            self.lease.renew(sent, grace);
+            self.lease.renew(sent, Duration::from_nanos(record.at_most_ns()));
         }
         let mut heirs = self.lease.heirs();
         (heirs.nodes, heirs.at_once) = (record.heirs.clone(), record.at_once);
@@ -482,7 +503,7 @@ impl Desk {
                 None => return,
                 Some(Some(ask)) => {
                     match ask {
-                        Ask::Guest(name, at_once) => self.set_guest(&name, at_once),
+                        Ask::Guest(name, holds) => self.set_guest(&name, holds),
                         Ask::Wish(newer) => {
                             // Nothing is wanted after the last wish.
                             if wish.as_ref().is_none_or(|(_, last)| last.is_none()) {

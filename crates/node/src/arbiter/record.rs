@@ -17,6 +17,7 @@ struct Text {
     holder: String,
     heirs: Vec<String>,
     at_once: bool,
+    shared: bool,
     over: bool,
     lease_ns: u64,
     grace_ns: u64,
@@ -33,6 +34,7 @@ pub fn seal(key: &str, record: &Record) -> Vec<u8> {
         holder: name(&record.holder),
         heirs: record.heirs.iter().map(name).collect(),
         at_once: record.at_once,
+        shared: record.shared,
         over: record.over,
         lease_ns: record.lease_ns,
         grace_ns: record.grace_ns,
@@ -68,6 +70,7 @@ pub fn open(bytes: &[u8], key: &str) -> Result<Record, String> {
         renewals: text.renewals,
         heirs: text.heirs.iter().map(node).collect::<Result<BTreeSet<_>, _>>()?,
         at_once: text.at_once,
+        shared: text.shared,
         over: text.over,
     })
 }
@@ -86,6 +89,7 @@ mod tests {
             renewals: 3,
             heirs: [NodeId(1), NodeId(2)].into(),
             at_once: true,
+            shared: false,
             over: false,
         };
         let bytes = seal("/x/redis", &record);
