@@ -11,6 +11,9 @@
 //! the same). Between the stop of the guest and the end of its capture nothing enters, or sockets
 //! would change while they are read.
 //!
+//! With the spare in the path ([`crate::relay`]) the host's end is the spare's: packets go there with
+//! the epoch that covers them, and wait there. Here only other spares are waited for.
+//!
 //! The gate fails closed: both interfaces are this program's, and without it packets go nowhere.
 //! Neither does the guest's kernel reset a connection of which nobody reads the packets any more.
 
@@ -22,19 +25,22 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotspare_image::Epoch;
+use hotspare_image::objects::OpenFile;
 use hotspare_kernel::segment::{Segment, flag, source};
 use hotspare_kernel::tun::{HEADER_BYTES, PACKET_BYTES_MAX, Tun};
 use hotspare_replica::Committed;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
+use crate::handshakes::{Fate, Handshakes, Threshold, connections, deferring};
 use crate::lease::{Lease, boot_ns};
+use crate::relay::Said;
 
 /// So many bytes wait at most; then the guest's interface is left full, and its kernel drops
 /// packets, as it would before a slow link.
 const WAITING_BYTES_MAX: usize = 64 << 20;
 /// Packets that are passed on at once, while somebody who wants the gate has to wait.
-const BATCH: usize = 32;
+pub(crate) const BATCH: usize = 32;
 /// Packets that have left the guest before a stop, as far as they are told from later ones: the
 /// rest waits for the next checkpoint.
 const CUT_MAX: usize = 2000;
@@ -42,7 +48,7 @@ const CUT_MAX: usize = 2000;
 /// receiver has a window of data to send before it needs it.
 const ACKNOWLEDGEMENT_PATIENCE: Duration = Duration::from_millis(4);
 /// After an error that may stay.
-const AFTER_ERROR: Duration = Duration::from_millis(10);
+pub(crate) const AFTER_ERROR: Duration = Duration::from_millis(10);
 
 /// What the gate has done since it was last asked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -69,22 +75,39 @@ impl GateStats {
 pub struct Gate {
     service: IpAddr,
     guest: Tun,
-    world: Tun,
+    world: Arc<Tun>,
     hold: Mutex<Hold>,
     bell: EventFd,
     /// Without one, packets leave as long as this program lives.
     lease: OnceLock<Arc<Lease>>,
 }
 
+/// Takes packets to the spare in the path, each with the checkpoint that covers it.
+pub type Outlet = Box<dyn Fn(Epoch, &[u8]) + Send>;
+
 /// What waits, and for what.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Hold {
     /// What leaves the guest now is covered by this checkpoint.
     epoch: Epoch,
     /// Everything up to here may leave, if output waits at all.
     committed: Epoch,
+    /// Somebody is waited for, besides the spare in the path.
+    is_withheld: bool,
     /// When the guest was stopped for checkpoints that are not committed yet.
     cuts: VecDeque<(Epoch, u64)>,
+    /// Where packets go instead of the host's interface.
+    outlet: Option<Outlet>,
+    /// The last packet of the spare in the path that has entered the guest.
+    inputs: u64,
+    /// Such packets that wait until they may enter.
+    pending: VecDeque<(u64, Vec<u8>)>,
+    pending_bytes: usize,
+    /// With a spare in the path: connections that no checkpoint has yet.
+    threshold: Threshold,
+    /// What is to be said to the guest in their clients' names.
+    answers: Vec<Vec<u8>>,
+    handshakes: Handshakes,
     waiting: VecDeque<Waiting>,
     bytes: usize,
     /// Output waits; otherwise nobody could take over, and it leaves at once.
@@ -105,10 +128,16 @@ struct Waiting {
     packet: Box<[u8]>,
 }
 
+impl std::fmt::Debug for Hold {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut told = f.debug_struct("Hold");
+        told.field("epoch", &self.epoch).field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
 impl Hold {
     fn add(&mut self, packet: &[u8], now: Instant) {
-        let wanted = now + patience(packet);
-        self.wanted = Some(self.wanted.map_or(wanted, |before| before.min(wanted)));
+        self.want(now + patience(packet));
         self.bytes += packet.len();
         let (epoch, packet) = (self.epoch, packet.into());
         self.waiting.push_back(Waiting { epoch, since: now, packet });
@@ -132,7 +161,8 @@ impl Hold {
 
     /// Everything up to here may leave.
     fn limit(&self) -> Epoch {
-        if self.is_closed { self.committed } else { Epoch(u64::MAX) }
+        let only_path = self.outlet.is_some() && !self.is_withheld;
+        if !self.is_closed || only_path { Epoch(u64::MAX) } else { self.committed }
     }
 
     /// There is no checkpoint of this epoch yet after all.
@@ -145,20 +175,63 @@ impl Hold {
             }
             waiting.epoch = epoch;
         }
-        if !self.waiting.is_empty() {
+        if !self.waiting.is_empty() || !self.threshold.is_empty() {
             self.wanted = Some(now);
         }
     }
 
-    /// The next packet that may leave when everything up to `committed` is safe.
-    fn next(&mut self, committed: Epoch, now: Instant) -> Option<Box<[u8]>> {
-        let first = self.waiting.pop_front_if(|first| first.epoch <= committed)?;
+    fn want(&mut self, at: Instant) {
+        self.wanted = Some(self.wanted.map_or(at, |before| before.min(at)));
+    }
+
+    fn add_all(&mut self, packets: Vec<Box<[u8]>>, now: Instant) {
+        packets.iter().for_each(|packet| self.add(packet, now));
+    }
+
+    /// A packet has left the guest and is to be held.
+    fn left(&mut self, packet: &[u8], now: Instant) {
+        match self.threshold.leaves(packet, now) {
+            Fate::Passes => self.add(packet, now),
+            Fate::Kept => {}
+            Fate::Answered(answer) => {
+                self.answers.push(answer);
+                if let Some(at) = self.threshold.wants(now) {
+                    self.want(at);
+                }
+            }
+            Fate::Releases(earlier) => {
+                self.add_all(earlier, now);
+                self.add(packet, now);
+            }
+        }
+    }
+
+    /// A packet is about to enter the guest; false if it must not.
+    fn enters(&mut self, number: u64, packet: &[u8]) -> bool {
+        if self.outlet.is_none() && self.handshakes.is_empty() {
+            return true;
+        }
+        if let Some(answer) = self.handshakes.came(number, packet) {
+            self.add(&answer, Instant::now());
+            return false;
+        }
+        self.outlet.is_none() || self.threshold.enters(packet)
+    }
+
+    /// The next packet that may leave, and what covers it.
+    fn next(&mut self, now: Instant) -> Option<(Epoch, Box<[u8]>)> {
+        if self.outlet.is_some() && self.is_shut {
+            // It is not known yet which checkpoint covers it.
+            return None;
+        }
+        let limit = self.limit();
+        let first = self.waiting.pop_front_if(|first| first.epoch <= limit)?;
         self.bytes -= first.packet.len();
         let waited = now.saturating_duration_since(first.since);
         self.stats.released += 1;
         self.stats.waited += waited;
         self.stats.waited_max = self.stats.waited_max.max(waited);
-        Some(first.packet)
+        Some((first.epoch, first.packet))
     }
 }
 
@@ -181,7 +254,7 @@ impl Gate {
         let bell = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let hold = Hold { buffer: vec![0; PACKET_BYTES_MAX], ..Hold::default() };
         let (hold, lease) = (Mutex::new(hold), OnceLock::new());
-        Ok(Self { service, guest, world, hold, bell, lease })
+        Ok(Self { service, guest, world: Arc::new(world), hold, bell, lease })
     }
 
     /// From now on packets leave only while this lease lasts.
@@ -204,6 +277,11 @@ impl Gate {
     fn ring(&self) {
         // Full means that it has rung.
         let _ = self.bell.write(1);
+    }
+
+    /// The host's interface.
+    pub fn world(&self) -> Arc<Tun> {
+        Arc::clone(&self.world)
     }
 
     /// Passes packets until [`Gate::end`]. `wake` is called when [`Gate::wanted`] has become
@@ -264,13 +342,14 @@ impl Gate {
                 continue;
             }
             if hold.is_closed || !hold.waiting.is_empty() || !self.may_leave(hold) {
-                hold.add(packet, Instant::now());
+                hold.left(packet, Instant::now());
             } else {
-                self.let_go(packet);
+                lost_if_failed(self.world.write(packet));
             }
         }
         hold.buffer = buffer;
-        self.let_go_all(hold);
+        self.answer(hold);
+        self.let_go(hold);
         taken
     }
 
@@ -283,7 +362,10 @@ impl Gate {
                 break;
             }
             match self.world.read(&mut buffer) {
-                Ok(Some(length)) => lost_if_failed(self.guest.write(&buffer[..length])),
+                Ok(Some(length)) if hold.enters(0, &buffer[..length]) => {
+                    lost_if_failed(self.guest.write(&buffer[..length]));
+                }
+                Ok(Some(_)) => {}
                 Ok(None) => break,
                 Err(error) => {
                     taken = Err(error);
@@ -295,14 +377,119 @@ impl Gate {
         taken
     }
 
-    fn let_go(&self, packet: &[u8]) {
-        lost_if_failed(self.world.write(packet));
+    /// Lets go whatever may leave. The lease is looked at before each packet: this thread may have
+    /// stood still since the last.
+    fn let_go(&self, hold: &mut Hold) {
+        let (was_full, now) = (hold.bytes >= WAITING_BYTES_MAX, Instant::now());
+        while self.may_leave(hold)
+            && let Some((epoch, packet)) = hold.next(now)
+        {
+            if !hold.handshakes.is_empty() {
+                hold.handshakes.left(&packet);
+            }
+            match &hold.outlet {
+                Some(outlet) => outlet(epoch, &packet),
+                None => lost_if_failed(self.world.write(&packet)),
+            }
+        }
+        if was_full {
+            self.ring();
+        }
+    }
+
+    /// Packets for the guest that came to the spare in the path are numbered from 1 on now.
+    pub fn begin_inputs(&self) {
+        let mut hold = self.hold();
+        hold.inputs = 0;
+        hold.pending.clear();
+        hold.pending_bytes = 0;
+    }
+
+    /// A packet for the guest that came to the spare in the path.
+    pub fn input(&self, number: u64, packet: Vec<u8>) {
+        let mut hold = self.hold();
+        if !hold.is_shut {
+            self.enter(&mut hold, number, &packet);
+        } else if hold.pending_bytes + packet.len() <= WAITING_BYTES_MAX {
+            hold.pending_bytes += packet.len();
+            hold.pending.push_back((number, packet));
+        }
+    }
+
+    /// A packet for the guest, from `service`'s clients or nobody.
+    fn enter(&self, hold: &mut Hold, number: u64, packet: &[u8]) {
+        hold.inputs = number;
+        if hold.enters(number, packet) {
+            lost_if_failed(self.guest.write(packet));
+        }
+    }
+
+    /// Says to the guest what its clients will, unless it is being looked at.
+    fn answer(&self, hold: &mut Hold) {
+        if !hold.is_shut {
+            hold.answers.drain(..).for_each(|answer| lost_if_failed(self.guest.write(&answer)));
+        }
+    }
+
+    /// Checkpoint `epoch` has these files: connections among them may be known to their clients.
+    /// To be called before the checkpoint can be whole anywhere, and before anything leaves that only
+    /// the next one covers: no ghost may have a connection whose SYN-ACK died with the primary. So
+    /// these wait for the spare in the path only.
+    pub fn covered(&self, epoch: Epoch, files: &[OpenFile]) {
+        let mut hold = self.hold();
+        if hold.threshold.is_empty() {
+            return;
+        }
+        hold.threshold.set_deferring(deferring(files));
+        for packet in hold.threshold.covered(connections(files)) {
+            hold.handshakes.left(&packet);
+            match &hold.outlet {
+                Some(outlet) => outlet(epoch, &packet),
+                None => hold.add(&packet, Instant::now()),
+            }
+        }
+        let now = Instant::now();
+        let given_up = hold.threshold.give_up(Some(now));
+        hold.add_all(given_up, now);
+        if let Some(at) = hold.threshold.wants(now) {
+            hold.want(at);
+        }
+        self.let_go(&mut hold);
+        drop(hold);
+        self.ring();
+    }
+
+    /// What this host's own relay has kept for the guest.
+    pub fn enter_late(&self, said: Said) {
+        let mut hold = self.hold();
+        hold.handshakes = said.handshakes;
+        for packet in said.packets {
+            lost_if_failed(self.guest.write(&packet));
+        }
+    }
+
+    /// Nothing enters until [`Gate::let_in`].
+    pub fn shut(&self) {
+        self.hold().is_shut = true;
+    }
+
+    /// From now on packets leave through a spare; or, with `None`, here again, and everything waits
+    /// for the next [`Gate::commit`].
+    pub fn lead_through(&self, outlet: Option<Outlet>) {
+        let mut hold = self.hold();
+        if outlet.is_none() {
+            let pending = hold.threshold.give_up(None);
+            hold.add_all(pending, Instant::now());
+        }
+        hold.outlet = outlet;
+        self.let_go(&mut hold);
     }
 
     /// The guest stands still for checkpoint `epoch`: what has left it so far belongs to that, what
     /// leaves later to the next. Nothing enters it until [`Gate::let_in`]. With `close`, output
-    /// waits from here on, since whoever has this checkpoint can take over.
-    pub fn cut(&self, epoch: Epoch, close: bool) {
+    /// waits from here on, since whoever has this checkpoint can take over. Gives the last packet of
+    /// the spare in the path that the guest has had.
+    pub fn cut(&self, epoch: Epoch, close: bool) -> u64 {
         let mut hold = self.hold();
         hold.is_shut = true;
         if let Err(error) = self.pass_out(&mut hold, CUT_MAX) {
@@ -310,6 +497,7 @@ impl Gate {
         }
         hold.is_closed |= close;
         hold.cut(epoch);
+        hold.inputs
     }
 
     /// There is no checkpoint `epoch` yet: the guest goes on, and is to be stopped again.
@@ -320,54 +508,61 @@ impl Gate {
 
     /// The guest goes on: packets enter it again.
     pub fn let_in(&self) {
-        self.hold().is_shut = false;
+        let mut hold = self.hold();
+        hold.is_shut = false;
+        while let Some((number, packet)) = hold.pending.pop_front() {
+            hold.pending_bytes -= packet.len();
+            self.enter(&mut hold, number, &packet);
+        }
+        if hold.outlet.is_some() {
+            self.answer(&mut hold);
+            self.let_go(&mut hold);
+        }
+        drop(hold);
         self.ring();
     }
 
-    /// Whoever could take over has everything up to a checkpoint: its output leaves. With `extends`
-    /// they are all that could, and nobody else has the guest when they acknowledge: that holds the
-    /// lease up.
-    pub fn commit(&self, proof: Committed, extends: bool) {
+    /// Whoever could take over has everything up to a checkpoint. Its output leaves: that of
+    /// `waited_for`, which is all of them without the spare in the path, or `None` if there is no
+    /// other. With `extends` they are all that could, and nobody else has the guest when they
+    /// acknowledge: that holds the lease up.
+    pub fn commit(&self, all: Committed, waited_for: Option<Committed>, extends: bool) {
         let mut hold = self.hold();
-        hold.committed = hold.committed.max(proof.position().epoch);
-        let committed = hold.committed;
-        if let Some(at) = hold.cut_at(committed)
+        let proof = waited_for.unwrap_or(all).position().epoch;
+        hold.committed = hold.committed.max(proof);
+        hold.is_withheld = waited_for.is_some();
+        if let Some(at) = hold.cut_at(all.position().epoch)
             && let Some(lease) = self.lease.get().filter(|_| extends)
         {
             lease.extend_from(at);
         }
-        self.let_go_all(&mut hold);
+        self.let_go(&mut hold);
+    }
+
+    /// Somebody else is to be waited for, who has nothing yet.
+    pub fn withhold(&self) {
+        self.hold().is_withheld = true;
     }
 
     /// The lease is renewed: what had to wait for that leaves.
     pub fn renewed(&self) {
-        self.let_go_all(&mut self.hold());
-    }
-
-    /// Lets go whatever may leave. The lease is looked at before each packet: this thread may have
-    /// stood still since the last.
-    fn let_go_all(&self, hold: &mut Hold) {
-        let was_full = hold.bytes >= WAITING_BYTES_MAX;
-        let (limit, now) = (hold.limit(), Instant::now());
-        while self.may_leave(hold)
-            && let Some(packet) = hold.next(limit, now)
-        {
-            self.let_go(&packet);
-        }
-        if was_full {
-            self.ring();
-        }
+        self.let_go(&mut self.hold());
     }
 
     /// Nobody could take over: everything leaves, at once from now on.
     pub fn open(&self) {
         let mut hold = self.hold();
         hold.is_closed = false;
-        self.let_go_all(&mut hold);
+        hold.outlet = None;
+        let given_up = hold.threshold.give_up(None);
+        hold.add_all(given_up, Instant::now());
+        self.let_go(&mut hold);
         hold.wanted = None;
         if let Err(error) = self.pass_out(&mut hold, CUT_MAX) {
             tracing::debug!(%error, "what left the guest could not be read");
         }
+        drop(hold);
+        self.ring();
     }
 
     /// Whether output is held.
@@ -401,7 +596,7 @@ impl Gate {
 }
 
 /// Any network may lose packets.
-fn lost_if_failed(written: hotspare_kernel::Result<()>) {
+pub(crate) fn lost_if_failed(written: hotspare_kernel::Result<()>) {
     if let Err(error) = written {
         tracing::debug!(%error, "a packet is lost");
     }
@@ -431,8 +626,9 @@ mod tests {
     }
 
     fn leaves(hold: &mut Hold, committed: u64, now: Instant) -> Vec<Vec<u8>> {
+        (hold.is_closed, hold.committed) = (true, Epoch(committed));
         let mut left = Vec::new();
-        while let Some(packet) = hold.next(Epoch(committed), now) {
+        while let Some((_, packet)) = hold.next(now) {
             left.push(packet.into_vec());
         }
         left
@@ -486,5 +682,23 @@ mod tests {
         assert_eq!(leaves(&mut hold, 6, now), Vec::<Vec<u8>>::new());
         hold.cut(Epoch(7));
         assert_eq!(leaves(&mut hold, 7, now), [one, two]);
+    }
+
+    #[test]
+    fn what_leaves_through_a_spare_waits_for_the_end_of_a_stop_only() {
+        let now = Instant::now();
+        let [one, two] = [b"1", b"2"].map(|text| packet(flag::ACK, text));
+        let outlet: Outlet = Box::new(|_, _| {});
+        let mut hold = Hold { epoch: Epoch(7), outlet: Some(outlet), ..Hold::default() };
+        hold.is_shut = true;
+        hold.add(&one, now);
+        hold.cut(Epoch(7));
+        hold.add(&two, now);
+        assert_eq!(leaves(&mut hold, u64::MAX, now), Vec::<Vec<u8>>::new());
+        hold.undo_cut(Epoch(7), now);
+        hold.is_shut = false;
+        let (epochs, left): (Vec<Epoch>, Vec<_>) = std::iter::from_fn(|| hold.next(now)).unzip();
+        assert_eq!(epochs, [Epoch(7), Epoch(7)]);
+        assert_eq!(left, [one.into(), two.into()] as [Box<[u8]>; 2]);
     }
 }

@@ -5,6 +5,8 @@ pub mod announce;
 pub mod callers;
 pub mod gate;
 pub mod go_live;
+pub mod handshakes;
 pub mod hook;
 pub mod lease;
+pub mod relay;
 pub mod takeover;

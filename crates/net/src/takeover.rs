@@ -33,6 +33,7 @@ use nix::sched::{CloneFlags, setns};
 
 use crate::announce::{FrameSender, frame};
 use crate::gate::Gate;
+use crate::relay::Relay;
 
 /// The guest's interface.
 pub const GUEST_LINK: &str = "eth0";
@@ -203,6 +204,8 @@ pub struct ServiceNetwork {
     announced: bool,
     /// The host's end is down.
     cut_off: bool,
+    /// Another host answers for the address, and packets pass through that.
+    lent: bool,
     gate: Option<Arc<Gate>>,
 }
 
@@ -255,6 +258,7 @@ impl ServiceNetwork {
                     frame,
                     announced: false,
                     cut_off: false,
+                    lent: false,
                     gate,
                 })
             }
@@ -273,7 +277,10 @@ impl ServiceNetwork {
         if !self.announced {
             self.connect()?;
             self.announced = true;
+        } else if self.lent {
+            self.answer(true)?;
         }
+        self.lent = false;
         self.sender.send(&self.frame).map_err(doing("tell the neighbours"))?;
         Ok(start.elapsed())
     }
@@ -297,12 +304,37 @@ impl ServiceNetwork {
             Uplink::Routed { .. } | Uplink::Gated { .. } => {
                 let to = Some((address, bits(address)));
                 self.netlink.add_route(to, None, end).map_err(doing("route the address"))?;
-                let outer = self.outer.index;
-                self.netlink
-                    .set_proxy(outer, address, true)
-                    .map_err(doing("answer for the address"))
+                self.answer(true)
             }
         }
+    }
+
+    /// Whether this host answers whoever asks for the address.
+    fn answer(&mut self, answers: bool) -> Result<()> {
+        let set = self.netlink.set_proxy(self.outer.index, self.service.address, answers);
+        set.map_err(doing("answer for the address, or not"))
+    }
+
+    /// Another host has announced the address, and passes on what comes there. What still comes
+    /// here is let in. [`ServiceNetwork::announce`] takes it back.
+    pub fn lend(&mut self) -> Result<()> {
+        if self.announced && !self.lent {
+            self.lent = true;
+            self.answer(false)?;
+        }
+        Ok(())
+    }
+
+    /// Passes packets on to a guest elsewhere and back, through this host's end, if the address
+    /// was built so.
+    pub fn relay(&self) -> Option<Result<Relay>> {
+        let gate = self.gate.as_ref()?;
+        let relay = Relay::new(gate.world());
+        Some(
+            relay.map_err(|error| {
+                doing("make the relay")(KernelError::io("make an eventfd")(error))
+            }),
+        )
     }
 
     /// Cuts the guest off at once, both ways: after this nothing of it leaves, not even what its
@@ -315,10 +347,12 @@ impl ServiceNetwork {
         let (address, end) = (self.service.address, self.host_end);
         self.announced = false;
         self.cut_off = true;
+        let lent = std::mem::take(&mut self.lent);
         // The routes through the end go with it.
         let cut = self.netlink.set_up(end, false);
         let quiet = match &self.uplink {
             Uplink::Bridge { .. } => self.netlink.set_master(end, None),
+            Uplink::Routed { .. } | Uplink::Gated { .. } if lent => Ok(()),
             Uplink::Routed { .. } | Uplink::Gated { .. } => {
                 self.netlink.set_proxy(self.outer.index, address, false)
             }

@@ -11,6 +11,7 @@ use hotspare_cluster::{Action, Closed, Event};
 use hotspare_image::{NodeId, Position, Term};
 use hotspare_net::callers::Callers;
 use hotspare_net::gate::Gate;
+use hotspare_net::relay::Relay;
 use hotspare_replica::heartbeat::{HeartKey, STACK_BYTES};
 use hotspare_replica::message::SwitchoverOffer;
 use hotspare_replica::{
@@ -44,7 +45,11 @@ pub enum Message {
     /// A primary has welcomed us.
     Joined(Box<Joined>),
     /// A whole checkpoint has arrived and been checked.
-    Checkpoint(StreamId, Box<StagedCheckpoint>, Place),
+    Checkpoint(Arrived),
+    /// The primary asks whether packets may pass through here.
+    OpenPath(StreamId),
+    /// Packets pass through this spare.
+    PathOpen(NodeId, StreamId),
     /// The primary offers its term. After the checkpoints that came before.
     Offered(NodeId, SwitchoverOffer),
     /// The stream from the primary has ended; some words about it, if they are not said elsewhere.
@@ -75,6 +80,28 @@ pub enum Message {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StreamId(u64);
 
+/// A checkpoint that is whole.
+pub struct Arrived {
+    /// The stream that brought it.
+    pub stream: StreamId,
+    /// What it is.
+    pub staged: Box<StagedCheckpoint>,
+    /// It was acknowledged as it came, since the ghost stands and all before it were.
+    pub acknowledged: bool,
+    /// Given back when it has been applied.
+    pub place: Place,
+}
+
+/// A ghost that takes every checkpoint of its stream, so that these can be acknowledged as they
+/// come.
+#[derive(Clone)]
+pub struct Stands {
+    /// The stream.
+    pub stream: StreamId,
+    /// Where packets pass, if they do.
+    pub relay: Option<Arc<Relay>>,
+}
+
 /// A spare that is in.
 pub struct SpareIn {
     /// Which.
@@ -87,6 +114,8 @@ pub struct SpareIn {
     pub listens: Option<SocketAddr>,
     /// The stream.
     pub stream: StreamId,
+    /// The version it speaks.
+    pub version: u32,
 }
 
 /// A primary we follow.
@@ -192,8 +221,14 @@ pub struct Face {
     pub gate: Option<Arc<Gate>>,
     /// Of a primary: how far each spare is that could take over.
     pub committed: BTreeMap<NodeId, Committed>,
+    /// Of a primary: the spare that packets pass through.
+    pub path: Option<NodeId>,
     /// Of a spare: connections of the guest, as the primary tells them.
     pub callers: Option<Callers>,
+    /// Of a spare: the ghost, once it stands.
+    pub stands: Option<Stands>,
+    /// Of a spare: checkpoints that have come and were not acknowledged at once.
+    pub late: usize,
 }
 
 impl Face {
@@ -218,7 +253,10 @@ impl Face {
             back_off: BackOff::default(),
             gate: None,
             committed: BTreeMap::new(),
+            path: None,
             callers: None,
+            stands: None,
+            late: 0,
         }
     }
 
@@ -343,6 +381,11 @@ impl Agent {
             face.attached = None;
         }
         current
+    }
+
+    /// The ghost of this stream, if it stands.
+    pub fn stands(&self, stream: StreamId) -> Option<Stands> {
+        self.face().stands.clone().filter(|stands| stands.stream == stream)
     }
 
     /// Whether this is a spare that follows nobody and may have a ghost.

@@ -93,6 +93,8 @@ pub struct GateCut {
     pub epoch: Epoch,
     /// Output waits from here on.
     pub close: bool,
+    /// Filled in: the last packet of the spare in the path that the guest has had.
+    pub inputs: u64,
 }
 
 /// The objects of one checkpoint.
@@ -106,8 +108,8 @@ pub struct Taking<'a> {
 
 impl Objects for Taking<'_> {
     fn begin(&mut self, guest: &Guest) {
-        if let Some(cut) = &self.gate {
-            cut.gate.cut(cut.epoch, cut.close);
+        if let Some(cut) = &mut self.gate {
+            cut.inputs = cut.gate.cut(cut.epoch, cut.close);
         }
         if self.cut_off.is_none() {
             self.beside.begin(guest);

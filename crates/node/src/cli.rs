@@ -28,7 +28,7 @@ use crate::preflight;
 use crate::primary::Primary;
 use crate::report::Reporter;
 use crate::service;
-use crate::settings::{FileRule, Guarantee, Settings, answers_already};
+use crate::settings::{FileRule, Guarantee, PacketPath, Settings, answers_already};
 use crate::spare::Spare;
 
 /// A hot spare for any Linux program.
@@ -243,6 +243,12 @@ struct RunArguments {
     /// milliseconds until a spare knows the state it came from, and connections go on.
     #[arg(long, value_enum, default_value_t)]
     guarantee: Guarantee,
+    /// With `output-commit`: let packets reach clients through a spare's host, so that an answer
+    /// needs no word back from there and clients need not repeat themselves after a failover
+    /// (`spare`), or from the primary's host (`direct`). By default `spare`, but `direct` with a
+    /// --takeover-hook, which brings clients to the primary's host.
+    #[arg(long, value_enum)]
+    path: Option<PacketPath>,
     /// Time between checkpoints; with `output-commit` the longest, since waiting output wants one.
     #[arg(long, default_value = "100ms", value_parser = duration)]
     epoch: Duration,
@@ -436,6 +442,10 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
         files: arguments.files.clone(),
         guarantee: arguments.guarantee,
         arbiter: common.arbiter.identity(),
+        path: arguments.path.unwrap_or(match common.takeover_hook {
+            None => PacketPath::Spare,
+            Some(_) => PacketPath::Direct,
+        }),
     };
     settings.require_consistent()?;
     control::require_free_name(&settings.guest)?;

@@ -79,6 +79,8 @@ pub struct EpochMaker {
     able: BTreeSet<NodeId>,
     /// The guest's address.
     pub network: Option<ServiceNetwork>,
+    /// The spare that packets pass through.
+    pub through: Option<NodeId>,
     /// How often the guest was let go again for the last checkpoint.
     tries: u32,
     /// Pages of the last checkpoint.
@@ -108,6 +110,8 @@ struct Open {
     outgoing: Outgoing,
     /// The guest has been stopped for it; the rest is only to be sent.
     captured: Option<Captured>,
+    /// The last packet of the spare in the path that it covers.
+    inputs: Option<(NodeId, u64)>,
 }
 
 /// What came of an attempt.
@@ -167,6 +171,7 @@ impl EpochMaker {
             alike: Alike::new(settings.rules()),
             able: BTreeSet::new(),
             network: None,
+            through: None,
             tries: 0,
             pages: u64::MAX,
             hold: false,
@@ -271,6 +276,7 @@ impl EpochMaker {
             held_back: HeldBack::default(),
             outgoing,
             captured: None,
+            inputs: None,
         });
     }
 
@@ -357,12 +363,17 @@ impl EpochMaker {
                 tries,
                 held_back,
                 captured: Some(captured),
+                inputs,
                 ..
             }) => {
                 self.tries = tries.min(TRIES_MAX);
                 self.pages = pages;
                 let held_back = held_back.stood;
-                self.each_spare(|spare| spare.end(position));
+                for (node, spare) in &self.spares {
+                    let own = inputs.filter(|(whose, _)| whose == node);
+                    // A broken stream is reported by the reader of its answers.
+                    let _ = spare.end(position, own.map(|(_, number)| number));
+                }
                 self.epoch = position.epoch;
                 self.incomplete.clear();
                 Ok(Attempt::Taken(Box::new(Taken { position, began, captured, pages, held_back })))
@@ -463,7 +474,7 @@ impl EpochMaker {
 
     /// Stops the guest and takes the rest; false if it was too much.
     fn stop_and_take(&mut self) -> ObjectResult<bool> {
-        let (captured, changes) = self.take();
+        let (captured, changes, inputs) = self.take();
         if let Some(open) = &mut self.open {
             // What was cut is gone from the directories: it goes with this epoch, whatever
             // became of this attempt.
@@ -495,11 +506,13 @@ impl EpochMaker {
         open.outgoing.add_runs(runs);
         open.outgoing.add_state(captured.checkpoint.to_bytes());
         open.captured = Some(captured);
+        open.inputs = self.through.map(|node| (node, inputs));
         Ok(true)
     }
 
-    /// A try, and what it has cut of which directory, even if it failed.
-    fn take(&mut self) -> (ObjectResult<Option<Captured>>, Vec<(usize, ChangeSet)>) {
+    /// A try, what it has cut of which directory, even if it failed, and the last packet of the
+    /// spare in the path that it covers.
+    fn take(&mut self) -> (ObjectResult<Option<Captured>>, Vec<(usize, ChangeSet)>, u64) {
         let tries = self.open.as_ref().map_or(0, |open| open.tries.min(TRIES_MAX));
         let in_vain = self.open.as_ref().is_some_and(|open| open.held_back.in_vain());
         let epoch = self.epoch.next();
@@ -514,7 +527,8 @@ impl EpochMaker {
             Ok(())
         };
         let gate = network.as_ref().and_then(ServiceNetwork::gate).filter(|_| holds).cloned();
-        let gate_cut = gate.clone().map(|gate| GateCut { gate, epoch, close: !spares.is_empty() });
+        let close = !spares.is_empty();
+        let gate_cut = gate.clone().map(|gate| GateCut { gate, epoch, close, inputs: 0 });
         // A gate is as good: nothing enters, and what leaves later waits for ever.
         let cut_off = network.as_mut().filter(|_| *hold && gate.is_none());
         let mut take = Taking { beside: objects, cut_off, gate: gate_cut };
@@ -527,13 +541,18 @@ impl EpochMaker {
         let urgent = Urgent::begin(PAUSE_PRIORITY);
         let captured = guest.checkpoint(most, &mut rules, &mut cut);
         drop(urgent);
+        let inputs = take.gate.as_ref().map_or(0, |cut| cut.inputs);
         match (&gate, &captured) {
             (None, _) => {}
-            (Some(_), Ok(Some(_))) if guest.is_held() => {}
-            (Some(gate), Ok(Some(_))) => gate.let_in(),
+            (Some(gate), Ok(Some(captured))) => {
+                gate.covered(epoch, &captured.checkpoint.files);
+                if !guest.is_held() {
+                    gate.let_in();
+                }
+            }
             (Some(gate), _) => gate.undo_cut(epoch),
         }
-        (captured, changes)
+        (captured, changes, inputs)
     }
 }
 

@@ -1,11 +1,13 @@
 //! The primary's end of a stream: greets a spare, then carries its acknowledgements home.
 
+use std::io::BufReader;
 use std::net::SocketAddr;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use hotspare_cluster::Event;
+use hotspare_net::gate::Gate;
 use hotspare_replica::message::RefuseCode;
 use hotspare_replica::{
     Channel, Compression, GoodbyeCode, Greeting, Reply, Welcome, closed, sender,
@@ -19,6 +21,8 @@ use crate::facts;
 pub const QUEUE_BYTES: usize = 16 << 20;
 /// How long the brain may take to answer a spare that asks to join.
 const DECISION: Duration = Duration::from_secs(10);
+/// Read at once: frames are small, but many.
+pub const READ_BYTES: usize = 64 << 10;
 const REDIAL: Duration = Duration::from_millis(300);
 
 /// Dials a spare again and again for as long as the program lives.
@@ -68,20 +72,35 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
             settings: face.settings.as_ref().map(|all| all.to_pairs()).unwrap_or_default(),
         }
     };
+    let version = greeting.version;
     let (channel, _) = greeting.welcome(&welcome)?;
     agent.add_peer(node, heart);
+    if agent.face().gate.is_some() {
+        channel.keep_short().context("let the guest's packets go first")?;
+    }
     let (read, write, hangup) = channel.split().context("split the stream")?;
+    let read = BufReader::with_capacity(READ_BYTES, read);
     let (sender, writer, mut replies) = sender(write, read, QUEUE_BYTES, Compression::Adaptive);
     std::thread::Builder::new().name("writer".into()).spawn(move || {
         // The reader of answers reports a broken stream.
         let _ = writer.run();
         hangup.hang_up();
     })?;
-    let spare = SpareIn { node, sender, heart, listens, stream };
+    let spare = SpareIn { node, sender, heart, listens, stream, version };
     agent.owner.send(Message::SpareIn(Box::new(spare)));
-    let mut differ = None;
+    let (mut differ, mut gate) = (None, None::<Arc<Gate>>);
     let how = loop {
         match replies.next() {
+            Ok(Reply::Input(number, packet)) => {
+                if let Some(gate) = &gate {
+                    gate.input(number, packet);
+                }
+            }
+            Ok(Reply::PathOpen) => {
+                gate = agent.face().gate.clone();
+                gate.iter().for_each(|gate| gate.begin_inputs());
+                agent.owner.send(Message::PathOpen(node, stream));
+            }
             Ok(Reply::Committed(committed)) => {
                 // First of all: clients wait for it.
                 agent.committed(node, committed);

@@ -23,6 +23,7 @@ mod manual;
 mod metrics;
 mod outgoing;
 mod output;
+mod path;
 mod patience;
 mod paused;
 mod preflight;

@@ -60,18 +60,19 @@ impl Agent {
     }
 
     /// Lets go what everybody has who could take over: all spares that have acknowledged anything,
-    /// and all heirs that the arbiter knows.
+    /// and all heirs that the arbiter knows. The one in the path waits for itself.
     pub fn let_go(&self) {
         let heirs = self.awaited_heirs();
-        let (gate, least) = {
-            let face = self.face();
-            if heirs.iter().any(|heir| !face.committed.contains_key(heir)) {
-                return;
-            }
-            (face.gate.clone(), face.committed.values().min().copied())
-        };
-        if let (Some(gate), Some(least)) = (gate, least) {
-            gate.commit(least, !heirs.is_empty());
+        // To the end: a spare that joins, or a path that is lost, must not be overlooked.
+        let face = self.face();
+        let Some(gate) = &face.gate else { return };
+        if heirs.iter().any(|heir| !face.committed.contains_key(heir)) {
+            return gate.withhold();
+        }
+        let others = face.committed.iter().filter(|(node, _)| face.path != Some(**node));
+        let waited_for = others.map(|(_, committed)| *committed).min();
+        if let Some(least) = face.committed.values().min() {
+            gate.commit(*least, waited_for, !heirs.is_empty());
         }
     }
 
@@ -91,6 +92,7 @@ impl Primary {
 
     /// A spare is gone; the way to it.
     pub fn leave(&mut self, node: NodeId) -> Option<Sender> {
+        self.path_lost(node);
         self.agent.forget(node);
         let spare = self.maker.leave(node);
         self.count_spares();

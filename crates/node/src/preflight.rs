@@ -50,6 +50,7 @@ impl CheckArguments {
             files: self.files.clone(),
             guarantee: crate::settings::Guarantee::default(),
             arbiter: None,
+            path: crate::settings::PacketPath::default(),
         }
     }
 

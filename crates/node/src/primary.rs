@@ -6,12 +6,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use hotspare_cluster::{Action, DropCause, Event, FenceCause};
+use hotspare_cluster::{Action, DropCause, Event, FenceCause, Member};
 use hotspare_image::{Epoch, NodeId, Position, Term};
 use hotspare_net::gate::GateStats;
 use hotspare_net::hook::HookEvent;
 use hotspare_process::init::Init;
-use hotspare_replica::message::SwitchoverOffer;
+use hotspare_replica::message::{SwitchoverOffer, VERSION_OF_PATH};
 use hotspare_replica::{Goodbye, GoodbyeCode, MemberEntry};
 
 use crate::agent::{Agent, Message, SpareIn, StreamId};
@@ -20,6 +20,7 @@ use crate::epoch::{Attempt, EpochMaker, Obstacle, Taken};
 use crate::history::What;
 use crate::hooks::Hook;
 use crate::mailbox::Inbox;
+use crate::path::Through;
 use crate::patience::{Patience, Unheard};
 use crate::report::{End, EpochLine};
 use crate::settings::Settings;
@@ -61,13 +62,18 @@ pub struct Primary {
     pub told_outrun: bool,
     /// When the next checkpoint may be tried, even if output waits.
     pub earliest: Instant,
+    /// The spare that packets pass through, or are going to.
+    pub through: Option<Through>,
+    /// The spares, as the brain knows them.
+    pub members: Vec<Member>,
 }
 
 /// How a spare can be reached.
 pub struct Reach {
     heart: SocketAddr,
     listens: Option<SocketAddr>,
-    stream: StreamId,
+    pub stream: StreamId,
+    version: u32,
 }
 
 impl Primary {
@@ -101,6 +107,8 @@ impl Primary {
             told_late: false,
             told_outrun: false,
             earliest: Instant::now(),
+            through: None,
+            members: Vec::new(),
         }
     }
 
@@ -241,6 +249,7 @@ impl Primary {
                     self.reach.remove(&node);
                 }
             }
+            Message::PathOpen(node, stream) => self.path_open(node, stream)?,
             Message::SwitchoverRefused(node, why) => self.switchover_refused(node, why),
             Message::Switchover(asker) => self.switchover_asked(asker),
             Message::Protect { wanted, reason, answer } => self.protect(wanted, &reason, answer),
@@ -248,7 +257,8 @@ impl Primary {
             Message::Heard(_)
             | Message::Offered(..)
             | Message::Joined(_)
-            | Message::Checkpoint(..)
+            | Message::Checkpoint(_)
+            | Message::OpenPath(_)
             | Message::PrimaryOut(..)
             | Message::GuestOver(_)
             | Message::OutputWaits => {}
@@ -257,8 +267,8 @@ impl Primary {
     }
 
     fn spare_in(&mut self, spare: SpareIn) -> anyhow::Result<()> {
-        let SpareIn { heart, listens, stream, .. } = spare;
-        self.reach.insert(spare.node, Reach { heart, listens, stream });
+        let SpareIn { heart, listens, stream, version, .. } = spare;
+        self.reach.insert(spare.node, Reach { heart, listens, stream, version });
         self.door.tell(spare.node, spare.sender.packets());
         self.maker.join(spare.node, spare.sender);
         self.count_spares();
@@ -269,9 +279,15 @@ impl Primary {
         self.agent.face().spares = self.maker.all_spares().count();
     }
 
+    /// Whether packets can pass through this spare at all.
+    pub fn speaks_of_paths(&self, node: NodeId) -> bool {
+        self.reach.get(&node).is_some_and(|reach| reach.version >= VERSION_OF_PATH)
+    }
+
     fn acknowledged(&mut self, node: NodeId, position: Position) {
         self.maker.acknowledged(node);
         self.agent.meters.file_bytes.add(std::mem::take(&mut self.maker.file_bytes));
+        self.seek_path();
         let reporter = &self.agent.reporter;
         self.committed = self.committed.max(position.epoch);
         let ready = self.agent.face().ready;
@@ -307,7 +323,10 @@ impl Primary {
                     let _ = spare.goodbye(&Goodbye { code: GoodbyeCode::Dropped, text });
                 }
             }
-            Action::TellMembers(members) => self.tell_members(&members),
+            Action::TellMembers(members) => {
+                self.tell_members(&members);
+                self.members = members;
+            }
             Action::BecomeProtected => {
                 self.agent.reporter.protected(self.committed.0);
                 self.dropped = None;

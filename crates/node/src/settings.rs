@@ -66,6 +66,25 @@ impl std::fmt::Display for Guarantee {
     }
 }
 
+/// How the packets of a guest reach its clients where output is held.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum PacketPath {
+    /// Through the host of a spare.
+    #[default]
+    Spare,
+    /// From the primary's host; at a failover the address moves.
+    Direct,
+}
+
+impl std::fmt::Display for PacketPath {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            PacketPath::Spare => "spare",
+            PacketPath::Direct => "direct",
+        })
+    }
+}
+
 /// Settings of a guest, equal on all its hosts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
@@ -81,6 +100,8 @@ pub struct Settings {
     pub guarantee: Guarantee,
     /// Who decides about terms, as [`crate::arbiter::Place::identity`] has it.
     pub arbiter: Option<String>,
+    /// `--path`.
+    pub path: PacketPath,
 }
 
 impl Settings {
@@ -96,6 +117,9 @@ impl Settings {
             pairs.push(("guarantee".to_owned(), self.guarantee.to_string()));
         }
         pairs.extend(self.arbiter.iter().map(|arbiter| ("arbiter".to_owned(), arbiter.clone())));
+        if self.path != PacketPath::default() {
+            pairs.push(("path".to_owned(), self.path.to_string()));
+        }
         pairs
     }
 
@@ -108,6 +132,7 @@ impl Settings {
             files: Vec::new(),
             guarantee: Guarantee::default(),
             arbiter: None,
+            path: PacketPath::default(),
         };
         for (name, value) in pairs {
             match name.as_str() {
@@ -119,6 +144,10 @@ impl Settings {
                 "guarantee" => {
                     let parsed = <Guarantee as clap::ValueEnum>::from_str(value, false);
                     settings.guarantee = parsed.map_err(anyhow::Error::msg)?;
+                }
+                "path" => {
+                    let parsed = <PacketPath as clap::ValueEnum>::from_str(value, false);
+                    settings.path = parsed.map_err(anyhow::Error::msg)?;
                 }
                 other => bail!("the primary has a setting {other:?} that this version lacks"),
             }
@@ -282,6 +311,7 @@ mod tests {
             files: vec!["replicate:/data".parse().expect("a rule")],
             guarantee: Guarantee::OutputCommit,
             arbiter: Some("etcd:hotspare".into()),
+            path: PacketPath::Direct,
         };
         assert_eq!(Settings::from_pairs(&settings.to_pairs()).expect("reads"), settings);
     }

@@ -1,5 +1,6 @@
 //! The spare: follows a primary, keeps the ghost, takes over.
 
+use std::io::BufReader;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,8 +9,9 @@ use anyhow::{Context, bail};
 use hotspare_cluster::{Action, Closed, Event, Member, SuspectCause};
 use hotspare_files::{ReplicatedDir, Role};
 use hotspare_image::memory::PageOwner;
-use hotspare_image::{Checkpoint, NodeId, Term};
+use hotspare_image::{Checkpoint, NodeId, Position, Term};
 use hotspare_net::callers::Callers;
+use hotspare_net::relay::Whole;
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::ghost::{Ghost, GhostConfig, clock_offsets};
 use hotspare_process::init::{ClockOffsets, InitConfig, WritablePath};
@@ -21,14 +23,16 @@ use hotspare_replica::{
     StagedCheckpoint, StagingLimits, closed,
 };
 
-use crate::agent::{Agent, Joined, Message, StreamId};
+use crate::agent::{Agent, Arrived, Joined, Message, Stands, StreamId};
 use crate::alike::{Comparison, FilesDiffer};
 use crate::arbiter::Holds;
 use crate::history::What;
 use crate::hooks::Hook;
-use crate::mailbox::{Inbox, Room};
+use crate::link::READ_BYTES;
+use crate::mailbox::{Inbox, Place, Room};
 use crate::metrics::Counter;
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY};
+use crate::path::Standing;
 use crate::settings::Settings;
 use crate::{facts, takeover};
 
@@ -49,6 +53,7 @@ struct Welcomed {
 /// Plays the spare on a connection until it ends.
 pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     let Welcomed { primary, stream, read, replier } = greet(agent, channel)?;
+    let read = BufReader::with_capacity(READ_BYTES, read);
     let mut receiver = Receiver::new(read, StagingLimits::default());
     let room = Room::new(STAGED_MAX);
     let (mut comparison, mut differ) = (Comparison::default(), None);
@@ -63,8 +68,15 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
             }
             Ok(incoming) => {
                 tell_changed(agent, &mut comparison);
-                if let Some(text) = take(agent, (primary, stream), &room, incoming) {
-                    break (text, Closed::Goodbye);
+                match incoming {
+                    Incoming::Checkpoint(staged) => {
+                        arrived(agent, stream, staged, room.place(), &replier);
+                    }
+                    incoming => {
+                        if let Some(text) = take(agent, (primary, stream), incoming) {
+                            break (text, Closed::Goodbye);
+                        }
+                    }
                 }
             }
             Err(error) => {
@@ -149,22 +161,23 @@ fn tell_changed(agent: &Agent, comparison: &mut Comparison) {
 }
 
 /// Handles one thing the primary sent; some text if that was a goodbye.
-fn take(
-    agent: &Agent,
-    (node, stream): (NodeId, StreamId),
-    room: &Room,
-    incoming: Incoming,
-) -> Option<String> {
+fn take(agent: &Agent, (node, stream): (NodeId, StreamId), incoming: Incoming) -> Option<String> {
     match incoming {
-        Incoming::Checkpoint(staged) => {
-            agent.owner.send(Message::Checkpoint(stream, staged, room.place()));
+        Incoming::Output(epoch, packet) => {
+            if let Some(relay) = agent.stands(stream).and_then(|stands| stands.relay) {
+                relay.output(epoch, &packet);
+            }
         }
+        Incoming::OpenPath => agent.owner.send(Message::OpenPath(stream)),
         Incoming::Packet(packet) => {
             if let Some(callers) = &mut agent.face().callers {
                 callers.note(&packet);
             }
         }
-        Incoming::Aborted(_) | Incoming::Files(_) | Incoming::Event(_) => {}
+        Incoming::Checkpoint(_)
+        | Incoming::Aborted(_)
+        | Incoming::Files(_)
+        | Incoming::Event(_) => {}
         Incoming::Members(entries) => {
             let member = |entry: &hotspare_replica::MemberEntry| Member {
                 node: entry.node,
@@ -193,10 +206,37 @@ fn take(
     None
 }
 
-fn acknowledge(replier: &Mutex<Replier<hotspare_replica::WriteHalf>>, staged: &StagedCheckpoint) {
+/// A checkpoint is whole. If the ghost stands it will be applied, whatever happens to the primary,
+/// so clients need not wait for that.
+fn arrived(
+    agent: &Agent,
+    stream: StreamId,
+    staged: Box<StagedCheckpoint>,
+    place: Place,
+    replier: &Mutex<Replier<hotspare_replica::WriteHalf>>,
+) {
+    let (position, whole) = (staged.position(), Whole::from(&*staged));
+    let mut face = agent.face();
+    let in_order = face.late == 0 && !staged.is_full();
+    let stands = face.stands.clone().filter(|stands| in_order && stands.stream == stream);
+    let acknowledged = stands.is_some();
+    if !acknowledged {
+        face.late += 1;
+    }
+    // First of all, and before the ghost may be let go: what is acknowledged will be found there.
+    agent.owner.send(Message::Checkpoint(Arrived { stream, staged, acknowledged, place }));
+    drop(face);
+    let Some(stands) = stands else { return };
+    if let Some(relay) = stands.relay {
+        relay.commit(&whole);
+    }
+    acknowledge(replier, position);
+}
+
+fn acknowledge(replier: &Mutex<Replier<hotspare_replica::WriteHalf>>, position: Position) {
     let mut replier = replier.lock().unwrap_or_else(PoisonError::into_inner);
     // A primary that cannot hear it is gone; the reader will say so.
-    let _ = replier.acknowledge(staged.position());
+    let _ = replier.acknowledge(position);
 }
 
 /// A spare on the thread that owns the ghost.
@@ -233,6 +273,8 @@ pub struct Held {
     pub offsets: ClockOffsets,
     pub directories: Vec<ReplicatedDir>,
     pub network: Option<ServiceNetwork>,
+    /// Passes packets while the guest runs elsewhere.
+    pub relay: Option<Standing>,
     pub settings: Settings,
     /// Mount points of the replicated directories.
     pub mounts: Mounts,
@@ -261,8 +303,10 @@ impl Spare {
         let news = hotspare_kernel::news::News::new()?;
         loop {
             news.wait(&[self.inbox.bell()], PATIENCE)?;
-            for message in self.inbox.take() {
+            let mut messages = self.inbox.take().into_iter();
+            while let Some(message) = messages.next() {
                 if let Some(decision) = self.handle(message)? {
+                    self.catch_up(messages);
                     let primary = takeover::take_over(self, decision)?;
                     return primary.run();
                 }
@@ -277,6 +321,20 @@ impl Spare {
         }
     }
 
+    /// Applies what has been acknowledged and not come to its turn yet; nothing more is
+    /// acknowledged.
+    fn catch_up(&mut self, waiting: impl Iterator<Item = Message>) {
+        self.agent.face().stands = None;
+        let later = self.inbox.take();
+        for message in waiting.chain(later) {
+            if let Message::Checkpoint(arrived) = message
+                && arrived.acknowledged
+            {
+                self.take_checkpoint(arrived);
+            }
+        }
+    }
+
     /// Handles a message; a decision if the ghost is to be let go.
     fn handle(&mut self, message: Message) -> anyhow::Result<Option<Decision>> {
         match message {
@@ -284,11 +342,8 @@ impl Spare {
                 return Ok(self.act(action).map(|term| Decision { term, at }));
             }
             Message::Joined(joined) => self.join(*joined),
-            Message::Checkpoint(stream, staged, _place) => {
-                if self.following.as_ref().is_some_and(|joined| joined.stream == stream) {
-                    self.take_checkpoint(*staged);
-                }
-            }
+            Message::Checkpoint(arrived) => self.take_checkpoint(arrived),
+            Message::OpenPath(stream) => self.open_path(stream),
             Message::Offered(from, SwitchoverOffer { term, position }) => {
                 self.offered = Some(term);
                 self.agent.brain.tell(Event::SwitchoverOffered { from, term, position });
@@ -298,6 +353,9 @@ impl Spare {
                     joined.hangup.hang_up();
                     if let Some(text) = text {
                         self.agent.reporter.note(&format!("the stream ended ({how:?}): {text}"));
+                    }
+                    if matches!(how, Closed::Goodbye | Closed::ByUs) {
+                        self.leave_path();
                     }
                 }
             }
@@ -315,6 +373,7 @@ impl Spare {
             | Message::Acknowledged(..)
             | Message::SpareOut(..)
             | Message::SwitchoverRefused(..)
+            | Message::PathOpen(..)
             | Message::OutputWaits => {}
         }
         Ok(None)
@@ -329,6 +388,7 @@ impl Spare {
         face.term = joined.term;
         face.back_off.joined(Instant::now());
         drop(face);
+        self.leave_path();
         self.is_over = false;
         (self.suspected, self.offered) = (None, None);
         if let Some(before) = self.following.replace(joined) {
@@ -354,7 +414,11 @@ impl Spare {
         self.agent.reporter.warn(&format!("the ghost is lost, a new one is wanted: {why}"));
         self.ghost = None;
         self.agent.brain.tell(Event::GhostLost);
-        self.agent.face().back_off.lost(Instant::now());
+        {
+            let mut face = self.agent.face();
+            face.stands = None;
+            face.back_off.lost(Instant::now());
+        }
         let Some(joined) = self.following.take() else { return };
         let (peer, how) = (joined.primary, Closed::ByUs);
         joined.leave(&self.agent, &format!("its ghost is lost: {why}"));
@@ -371,6 +435,9 @@ impl Spare {
     }
 
     fn act(&mut self, action: Action) -> Option<Term> {
+        if matches!(action, Action::CannotTakeOver(_) | Action::Join { .. }) {
+            self.leave_path();
+        }
         let note = |text: String| self.agent.reporter.note(&text);
         match action {
             Action::StartTakeover { term } => return Some(term),
@@ -428,28 +495,50 @@ impl Spare {
         None
     }
 
-    fn take_checkpoint(&mut self, mut staged: StagedCheckpoint) {
+    /// Applies a checkpoint. What was not acknowledged when it came is when the ghost has it.
+    fn take_checkpoint(&mut self, arrived: Arrived) {
+        let Arrived { stream, mut staged, acknowledged, place } = arrived;
         let (position, term, full) = (staged.position(), staged.term(), staged.is_full());
         let staged_at = Instant::now();
-        self.staged = Some(staged_at);
-        // The guest runs there.
-        self.offered = None;
-        // The first one is acknowledged when the ghost stands, later ones before they are applied:
-        // they are whole and checked, and will be applied whatever happens to the primary.
-        if let Some(joined) = self.following.as_ref().filter(|_| !full && self.ghost.is_some()) {
-            acknowledge(&joined.replier, &staged);
+        let followed = self.following.as_ref().is_some_and(|joined| joined.stream == stream);
+        if followed {
+            self.staged = Some(staged_at);
+            // The guest runs there.
+            self.offered = None;
         }
-        match self.apply(&mut staged) {
-            Ok(()) => {
-                self.agent.meters.applied(staged_at.elapsed(), full, staged.file_bytes());
-                self.agent.brain.tell(Event::Committed { term, position });
-                self.agent.face().epoch = position.epoch.0;
-                if let Some(joined) = self.following.as_ref().filter(|_| full) {
-                    acknowledge(&joined.replier, &staged);
-                }
-            }
-            Err(error) => self.lose_ghost(&format!("{error:#}")),
+        let applied = if followed { self.apply(&mut staged) } else { Ok(()) };
+        let stands = match &applied {
+            Ok(()) if followed && !acknowledged => self.acknowledge_late(stream, &staged),
+            _ => None,
+        };
+        drop(place);
+        let mut face = self.agent.face();
+        if !acknowledged {
+            // From here on the next may be acknowledged as it comes, and not before.
+            face.late = face.late.saturating_sub(1);
+            face.stands = stands.or(face.stands.take());
         }
+        if followed && applied.is_ok() {
+            face.epoch = position.epoch.0;
+            drop(face);
+            self.agent.meters.applied(staged_at.elapsed(), full, staged.file_bytes());
+            return self.agent.brain.tell(Event::Committed { term, position });
+        }
+        drop(face);
+        if let Err(error) = applied {
+            self.lose_ghost(&format!("{error:#}"));
+        }
+    }
+
+    fn acknowledge_late(&self, stream: StreamId, staged: &StagedCheckpoint) -> Option<Stands> {
+        let relay = self.ghost.as_ref().and_then(|held| held.relay.as_ref());
+        let relay = relay.map(|standing| Arc::clone(&standing.0));
+        if let Some(relay) = &relay {
+            relay.commit(&Whole::from(staged));
+        }
+        let joined = self.following.as_ref()?;
+        acknowledge(&joined.replier, staged.position());
+        Some(Stands { stream, relay })
     }
 
     fn apply(&mut self, staged: &mut StagedCheckpoint) -> anyhow::Result<()> {
@@ -514,7 +603,9 @@ impl Held {
             }
             None => None,
         };
-        Ok(Self { ghost, offsets, directories, network, settings, mounts })
+        let relay = network.as_ref().and_then(ServiceNetwork::relay).transpose()?;
+        let relay = relay.map(|relay| Standing(Arc::new(relay)));
+        Ok(Self { ghost, offsets, directories, network, relay, settings, mounts })
     }
 
     fn apply_files(

@@ -11,6 +11,7 @@ use hotspare_kernel::HostPid;
 use hotspare_net::callers::Callers;
 use hotspare_net::go_live::GoLiveWatch;
 use hotspare_net::hook::HookEvent;
+use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::ghost::FileWorld;
 use hotspare_process::guest::Guest;
 use hotspare_process::objects::ipc::IpcCapture;
@@ -66,6 +67,8 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     // Checkpoints that were here before the decision came first.
     let apply = began - decision.at;
     let mut held = spare.ghost.take().context("there is no ghost")?;
+    // What clients have said meanwhile, and the last that was heard of the primary.
+    let said = held.relay.take().map(|standing| standing.0.end()).unwrap_or_default();
     let image = held.ghost.image().context("the ghost is empty")?.clone();
     for directory in &held.directories {
         directory.promote().context("take the replicated directory over")?;
@@ -77,16 +80,22 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     let finalise = began.elapsed();
     if let Some(network) = held.network.as_mut() {
         network.announce().context("announce the service address")?;
+        // Nothing enters before the connections are there.
+        network.gate().iter().for_each(|gate| gate.shut());
         output::begin(&spare.agent, network)?;
     }
     let live = || socket::go_live(&image.files, &restored.files);
     held.ghost.namespaces().run(live).context("enter the ghost")??;
     drop(restored.files);
+    if let Some(gate) = held.network.as_ref().and_then(ServiceNetwork::gate) {
+        gate.enter_late(said);
+        gate.let_in();
+    }
     lengthen_flights(&held, false)?;
     let sockets = SocketCapture::open(held.ghost.namespaces().net.as_fd())?;
     let queues = IpcCapture::open(held.ghost.namespaces().ipc.as_fd().try_clone_to_owned()?)?;
     // The guest has the directories mounted by now.
-    let Held { ghost, offsets, directories, network, settings, mounts } = held;
+    let Held { ghost, offsets, directories, network, settings, mounts, .. } = held;
     drop(mounts);
     let released = ghost.release(finalised)?;
     let address = began.elapsed() - finalise;

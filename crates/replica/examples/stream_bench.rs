@@ -128,7 +128,7 @@ fn crossing(name: &str, security: &Security, pages: usize, count: u64, compressi
         for batch in &batches {
             sender.pages(batch.clone()).expect("pages");
         }
-        sender.end(position).expect("end");
+        sender.end(position, None).expect("end");
         sender.wait_committed(position, Duration::from_secs(60)).expect("a commit");
         spent.push(start.elapsed().as_secs_f64());
     }

@@ -3,9 +3,11 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::ops::Range;
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use hotspare_kernel::socket::set_option_i32;
 use nix::sys::socket::{setsockopt, sockopt};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConnection, Connection, ServerConnection};
@@ -17,6 +19,8 @@ pub const GREETING_PATIENCE: Duration = Duration::from_secs(10);
 /// How long sent bytes may stay unacknowledged before the kernel gives the connection up: far
 /// beyond any suspicion, so that it decides nothing, but a writer does not hang for ever.
 const USER_TIMEOUT_MS: u32 = 10_000;
+/// See [`Channel::keep_short`].
+const UNSENT_BYTES: i32 = 256 << 10;
 /// Plain text given to TLS at once: few lock cycles, yet acknowledgements never wait long.
 const TLS_PIECE: usize = 128 << 10;
 
@@ -160,6 +164,14 @@ impl Channel {
     /// Our side's address, as the peer sees it.
     pub fn local(&self) -> io::Result<SocketAddr> {
         self.socket.local_addr()
+    }
+
+    /// Lets the kernel take little that it cannot send yet (`TCP_NOTSENT_LOWAT`, tcp(7)): what is
+    /// urgent goes before the rest only as long as that waits here.
+    pub fn keep_short(&self) -> Result<(), hotspare_kernel::KernelError> {
+        const TCP_NOTSENT_LOWAT: i32 = 25;
+        let (level, bytes) = (nix::libc::IPPROTO_TCP, UNSENT_BYTES);
+        set_option_i32(self.socket.as_fd(), level, TCP_NOTSENT_LOWAT, bytes)
     }
 
     /// The greeting is over: from here on silence is judged by heartbeats, not by the socket.

@@ -66,6 +66,10 @@ kinds! {
     Event = 33,
     /// A packet that leaves with the log (`output-commit`, `replay`).
     Packet = 34,
+    /// A packet of the guest, which leaves through the spare once that has the checkpoint.
+    Output = 35,
+    /// A packet for the guest, which came to the spare.
+    Input = 36,
     /// Who the spares are.
     Members = 48,
     /// The primary offers its term.
@@ -76,6 +80,8 @@ kinds! {
     GuestDied = 51,
     /// The sender closes the stream on purpose.
     Goodbye = 52,
+    /// The primary asks the spare to stand between the guest and its clients; the spare does.
+    Path = 53,
 }
 
 /// Why bytes are not a frame, or a frame is not a message.

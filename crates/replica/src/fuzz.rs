@@ -124,7 +124,7 @@ fn queue_checkpoints(sender: &Sender, dice: &mut Dice) -> Result<(), crate::Brok
         sender.members(&members)?;
         sender.files(&[file(dice), file(dice)])?;
         sender.file_changes(Arc::new(dice.bytes(files)))?;
-        sender.end(position)?;
+        sender.end(position, None)?;
     }
     sender.offer_switchover(SwitchoverOffer { term: Term(2), position: Position::default() })?;
     sender.guest_died()?;

@@ -62,7 +62,8 @@ pub struct Greeting<S> {
     buffer: FrameBuffer,
     frames: FrameReader,
     role: HostRole,
-    version: u32,
+    /// The version that both speak.
+    pub version: u32,
     /// What the peer said of itself.
     pub peer: Hello,
 }

@@ -10,7 +10,9 @@ use crate::frame::{Frame, FrameBuffer, FrameError, Kind};
 /// Oldest version of the protocol this program speaks.
 pub const VERSION_MIN: u32 = 3;
 /// Newest version of the protocol this program speaks.
-pub const VERSION_MAX: u32 = 3;
+pub const VERSION_MAX: u32 = 4;
+/// From this version on packets can pass through the spare.
+pub const VERSION_OF_PATH: u32 = 4;
 
 /// A host's part at the moment of greeting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
@@ -183,6 +185,9 @@ pub struct CheckpointEnd {
     /// [`crate::staging::chain`] over the checksums of begin and these frames.
     #[n(2)]
     pub hash: u64,
+    /// Of the packets that this spare has passed on: the last one that it covers.
+    #[n(3)]
+    pub inputs: Option<u64>,
 }
 
 /// A spare, as its primary lists it.
@@ -283,4 +288,27 @@ pub fn open<'b, T: Decode<'b, ()>>(frame: &Frame<'b>) -> Result<T, FrameError> {
         return Err(malformed("bytes after its end".into()));
     }
     Ok(message)
+}
+
+/// Puts a packet with its number into `buffer` as one frame.
+///
+/// # Panics
+/// If it is longer than a frame; a packet is not.
+pub fn seal_packet<'a>(
+    buffer: &'a mut FrameBuffer,
+    kind: Kind,
+    number: u64,
+    packet: &[u8],
+) -> &'a [u8] {
+    buffer.clear();
+    buffer.extend(&number.to_le_bytes());
+    buffer.extend(packet);
+    buffer.seal(kind, 0)
+}
+
+/// Reads a packet and its number.
+pub fn open_packet<'b>(frame: &Frame<'b>) -> Result<(u64, &'b [u8]), FrameError> {
+    let short = || FrameError::Malformed { kind: frame.kind, why: "it has no number".into() };
+    let (number, packet) = frame.payload.split_first_chunk().ok_or_else(short)?;
+    Ok((u64::from_le_bytes(*number), packet))
 }

@@ -3,11 +3,13 @@
 use std::io::{self, Read, Write};
 
 use hotspare_cluster::Closed;
-use hotspare_image::Position;
 use hotspare_image::files::FileIdentity;
+use hotspare_image::{Epoch, Position};
 
 use crate::frame::{Frame, FrameBuffer, FrameError, FrameReader, Kind};
-use crate::message::{CheckpointBegin, Goodbye, MemberEntry, SwitchoverOffer, open, seal};
+use crate::message::{
+    CheckpointBegin, Goodbye, MemberEntry, SwitchoverOffer, open, open_packet, seal, seal_packet,
+};
 use crate::pages::PageDecoder;
 use crate::staging::{StagedCheckpoint, Staging, StagingLimits};
 
@@ -24,6 +26,10 @@ pub enum Incoming {
     Event(Vec<u8>),
     /// A packet.
     Packet(Vec<u8>),
+    /// A packet that leaves here once this checkpoint is whole.
+    Output(Epoch, Vec<u8>),
+    /// The guest's packets are to pass through here.
+    OpenPath,
     /// All spares.
     Members(Vec<MemberEntry>),
     /// The primary offers its term.
@@ -121,6 +127,11 @@ impl<R: Read> Receiver<R> {
             }
             Kind::Event => Incoming::Event(frame.payload.to_vec()),
             Kind::Packet => Incoming::Packet(frame.payload.to_vec()),
+            Kind::Output => {
+                let (epoch, packet) = open_packet(frame)?;
+                Incoming::Output(Epoch(epoch), packet.to_vec())
+            }
+            Kind::Path => Incoming::OpenPath,
             Kind::Files => Incoming::Files(open(frame)?),
             Kind::Members => Incoming::Members(open(frame)?),
             Kind::SwitchoverOffer => Incoming::SwitchoverOffer(open(frame)?),
@@ -132,21 +143,23 @@ impl<R: Read> Receiver<R> {
             | Kind::Refuse
             | Kind::CheckpointBegin
             | Kind::Ack
+            | Kind::Input
             | Kind::SwitchoverRefused => return Err(out_of_place("a primary does not send it")),
         })
     }
 }
 
-/// The spare's answers, written by one thread.
+/// The spare's answers.
 pub struct Replier<W> {
     stream: W,
     buffer: FrameBuffer,
+    batch: Vec<u8>,
 }
 
 impl<W: Write> Replier<W> {
     /// A replier after the greeting.
     pub fn new(stream: W) -> Replier<W> {
-        Replier { stream, buffer: FrameBuffer::default() }
+        Replier { stream, buffer: FrameBuffer::default(), batch: Vec::new() }
     }
 
     /// Tells the primary that this checkpoint will not be lost. The first, full one is best
@@ -158,6 +171,27 @@ impl<W: Write> Replier<W> {
     /// Declines an offered switchover.
     pub fn refuse_switchover(&mut self, why: &str) -> io::Result<()> {
         self.send(Kind::SwitchoverRefused, &why)
+    }
+
+    /// Says that clients reach the guest through here from now on.
+    pub fn path_open(&mut self) -> io::Result<()> {
+        self.buffer.clear();
+        self.stream.write_all(self.buffer.seal(Kind::Path, 0))?;
+        self.stream.flush()
+    }
+
+    /// Passes on packets for the guest, each with its number, in one go.
+    pub fn inputs<'a>(
+        &mut self,
+        packets: impl IntoIterator<Item = (u64, &'a [u8])>,
+    ) -> io::Result<()> {
+        self.batch.clear();
+        for (number, packet) in packets {
+            let frame = seal_packet(&mut self.buffer, Kind::Input, number, packet);
+            self.batch.extend_from_slice(frame);
+        }
+        self.stream.write_all(&self.batch)?;
+        self.stream.flush()
     }
 
     /// Says why the stream is about to be closed.

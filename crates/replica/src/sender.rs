@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use hotspare_image::files::FileIdentity;
 use hotspare_image::memory::PageOwner;
-use hotspare_image::{Position, SharedBytes, Term};
+use hotspare_image::{Epoch, Position, SharedBytes, Term};
 
 use crate::bases::PAGE;
 use crate::frame::{FLAG_REMEMBER, FrameBuffer, FrameError, FrameReader, Kind, PAYLOAD_BYTES_MAX};
 use crate::message::{
-    CheckpointBegin, CheckpointEnd, Goodbye, GoodbyeCode, MemberEntry, SwitchoverOffer, open, seal,
+    CheckpointBegin, CheckpointEnd, Goodbye, GoodbyeCode, MemberEntry, SwitchoverOffer, open,
+    open_packet, seal, seal_packet,
 };
 use crate::pages::{
     Body, Effort, EncodeCounts, PAGES_PER_FRAME_MAX, PageEncoder, PageRun, RUNS_PER_FRAME_MAX,
@@ -23,10 +24,10 @@ use crate::staging::chain;
 /// Most bytes of a [`FileIdentity`] on the wire, its path apart.
 const FILE_BYTES_MAX: usize = 128;
 
-/// Proof that the spare has everything up to a position. Only the reader of acknowledgements makes
-/// one.
+/// Proof that a spare has everything up to a position. Only the reader of its acknowledgements
+/// makes one, and on the spare itself what checks the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Committed(Position);
+pub struct Committed(pub(crate) Position);
 
 impl Committed {
     /// How far.
@@ -111,7 +112,8 @@ enum Job {
     ZeroRuns(PageOwner, Arc<Vec<PageRun>>),
     DiscardRuns(PageOwner, Arc<Vec<PageRun>>),
     Bytes(Kind, Arc<Vec<u8>>),
-    End(Position),
+    End(Position, Option<u64>),
+    Output(Epoch, Box<[u8]>),
     Small(Kind, Vec<u8>),
     Close,
 }
@@ -123,7 +125,8 @@ impl Job {
             Job::ZeroRuns(_, runs) | Job::DiscardRuns(_, runs) => runs.len() * 16,
             Job::Bytes(_, bytes) => bytes.len(),
             Job::Small(_, bytes) => bytes.len(),
-            Job::Begin(_) | Job::End(_) | Job::Close => 0,
+            Job::Output(_, packet) => packet.len(),
+            Job::Begin(_) | Job::End(..) | Job::Close => 0,
         }
     }
 }
@@ -131,6 +134,8 @@ impl Job {
 #[derive(Default)]
 struct Queue {
     jobs: VecDeque<Job>,
+    /// Goes first: clients wait for it.
+    urgent: VecDeque<Job>,
     bytes: usize,
     broken: Option<Broken>,
     closing: bool,
@@ -162,6 +167,7 @@ impl Shared {
         let mut queue = self.lock();
         queue.broken.get_or_insert(Broken(why));
         queue.jobs.clear();
+        queue.urgent.clear();
         queue.bytes = 0;
         drop(queue);
         self.changed.notify_all();
@@ -216,6 +222,21 @@ impl PacketSender {
             self.shared.changed.notify_all();
         }
         true
+    }
+
+    /// Queues a packet of the guest, which leaves through the spare when that has checkpoint
+    /// `epoch`, before all else that waits. Without room it is lost, as on any network.
+    pub fn output(&self, epoch: Epoch, packet: &[u8]) {
+        let job = Job::Output(epoch, packet.into());
+        let mut queue = self.shared.lock();
+        let is_full = queue.bytes >= self.shared.limit_bytes.saturating_mul(2);
+        if queue.broken.is_some() || queue.closing || is_full {
+            return;
+        }
+        queue.bytes += job.cost();
+        queue.urgent.push_back(job);
+        drop(queue);
+        self.shared.changed.notify_all();
     }
 }
 
@@ -299,9 +320,10 @@ impl Sender {
         Ok(())
     }
 
-    /// Ends the checkpoint. It is committed when the [`ReplyReader`] says so.
-    pub fn end(&self, position: Position) -> Result<(), Broken> {
-        self.push_sent(Job::End(position), Some(position))
+    /// Ends the checkpoint. It is committed when the [`ReplyReader`] says so. `inputs` is the last
+    /// packet of this spare that it covers.
+    pub fn end(&self, position: Position, inputs: Option<u64>) -> Result<(), Broken> {
+        self.push_sent(Job::End(position, inputs), Some(position))
     }
 
     /// Makes the checkpoint under way void.
@@ -323,6 +345,12 @@ impl Sender {
     /// Sends a packet, after everything sent before it.
     pub fn packet(&self, packet: Arc<Vec<u8>>) -> Result<(), Broken> {
         self.push(Job::Bytes(Kind::Packet, packet))
+    }
+
+    /// Asks the spare to let the guest's packets pass through it; it answers with
+    /// [`Reply::PathOpen`].
+    pub fn open_path(&self) -> Result<(), Broken> {
+        self.push(Job::Small(Kind::Path, Vec::new()))
     }
 
     /// Lists the spares.
@@ -440,7 +468,7 @@ impl Sender {
             queue = self.shared.wait(queue);
         }
         queue.bytes += cost;
-        if let Job::End(position) = job {
+        if let Job::End(position, _) = job {
             queue.unanswered.push_back(position);
         }
         queue.jobs.push_back(job);
@@ -508,6 +536,9 @@ impl<W: Write> Writer<W> {
     fn next_job(&self) -> Job {
         let mut queue = self.shared.lock();
         loop {
+            if let Some(job) = queue.urgent.pop_front() {
+                return job;
+            }
             if let Some(job) = queue.jobs.pop_front() {
                 return job;
             }
@@ -540,9 +571,14 @@ impl<W: Write> Writer<W> {
                 Ok(())
             }
             Job::Bytes(kind, bytes) => self.send_small(kind, &bytes),
-            Job::End(position) => {
-                let end = CheckpointEnd { position, frames: self.frames, hash: self.hash };
+            Job::End(position, inputs) => {
+                let (frames, hash) = (self.frames, self.hash);
+                let end = CheckpointEnd { position, frames, hash, inputs };
                 seal(&mut self.buffer, Kind::CheckpointEnd, &end);
+                self.write()
+            }
+            Job::Output(epoch, packet) => {
+                seal_packet(&mut self.buffer, Kind::Output, epoch.0, &packet);
                 self.write()
             }
             Job::Small(kind, bytes) => {
@@ -778,6 +814,10 @@ pub enum Reply {
     SwitchoverRefused(String),
     /// It closes the stream on purpose.
     Goodbye(Goodbye),
+    /// Clients reach it now, and it passes on what they say.
+    PathOpen,
+    /// A packet for the guest, and its number.
+    Input(u64, Vec<u8>),
 }
 
 /// Reads the spare's answers, on a thread of its own.
@@ -818,6 +858,11 @@ impl<R: Read> ReplyReader<R> {
             }
             Kind::SwitchoverRefused => Ok(Reply::SwitchoverRefused(open(&frame)?)),
             Kind::Goodbye => Ok(Reply::Goodbye(open(&frame)?)),
+            Kind::Path => Ok(Reply::PathOpen),
+            Kind::Input => {
+                let (number, packet) = open_packet(&frame)?;
+                Ok(Reply::Input(number, packet.to_vec()))
+            }
             Kind::Hello
             | Kind::Welcome
             | Kind::Refuse
@@ -830,6 +875,7 @@ impl<R: Read> ReplyReader<R> {
             | Kind::Files
             | Kind::Event
             | Kind::Packet
+            | Kind::Output
             | Kind::Members
             | Kind::SwitchoverOffer
             | Kind::GuestDied => {

@@ -13,6 +13,7 @@ use crate::bases::PAGE;
 use crate::frame::{Frame, FrameError, Kind};
 use crate::message::{CheckpointBegin, CheckpointEnd};
 use crate::pages::{Content, PageDecoder, RunKind};
+use crate::sender::Committed;
 
 /// Most bytes of a checkpoint's state; page bytes and file changes are apart from it.
 pub const STATE_BYTES_MAX: usize = 256 << 20;
@@ -261,6 +262,7 @@ impl Staging {
         }
         Ok(StagedCheckpoint {
             begin: self.begin,
+            inputs: end.inputs,
             runs: self.runs.into_reader().map_err(FrameError::Staging)?,
             run: None,
             given: 0,
@@ -298,6 +300,7 @@ fn put_pages(
 #[derive(Debug)]
 pub struct StagedCheckpoint {
     begin: CheckpointBegin,
+    inputs: Option<u64>,
     runs: PileReader,
     /// The run that is being handed out, and how many of its bytes have been.
     run: Option<StagedRun>,
@@ -320,6 +323,18 @@ impl StagedCheckpoint {
     #[must_use]
     pub fn term(&self) -> Term {
         self.begin.term
+    }
+
+    /// Says that this host has all of it.
+    #[must_use]
+    pub fn committed(&self) -> Committed {
+        Committed(self.begin.position)
+    }
+
+    /// Of the packets that this spare has passed on: the last one that it covers.
+    #[must_use]
+    pub fn inputs(&self) -> Option<u64> {
+        self.inputs
     }
 
     /// Whether it stands alone: the ghost is built anew from it.

@@ -69,7 +69,7 @@ fn checkpoints_cross(primary: Channel, spare: Channel, pages: usize, compression
                 sender.pages(batch(0x10_0000, bytes_of(epoch))).unwrap();
                 sender.state(Arc::new(vec![epoch as u8; 3 << 20])).unwrap();
                 sender.file_changes(Arc::new(vec![epoch as u8 + 1; 5 << 20])).unwrap();
-                sender.end(at(epoch)).unwrap();
+                sender.end(at(epoch), None).unwrap();
                 let committed = sender.wait_committed(at(epoch), Duration::from_secs(60)).unwrap();
                 assert_eq!(committed.unwrap().position(), at(epoch));
             }
@@ -120,7 +120,7 @@ fn runs_of_a_checkpoint_keep_the_order_they_were_sent_in() {
         sender.discard_runs(owner, run(0x5000, 1)).unwrap();
         sender.pages(batch(0x1000, vec![2; PAGE])).unwrap();
         sender.discard_runs(owner, run(0x1000, 1)).unwrap();
-        sender.end(at(1)).unwrap();
+        sender.end(at(1), None).unwrap();
     });
     let expected = [
         (0x1000, "bytes", 1),
@@ -180,7 +180,7 @@ fn a_page_is_sent_whole_where_the_spare_may_not_have_it() {
             if epoch == 2 {
                 sender.abort(at(epoch)).unwrap();
             } else {
-                sender.end(at(epoch)).unwrap();
+                sender.end(at(epoch), None).unwrap();
             }
         }
     });

@@ -1,6 +1,8 @@
 //! `--guarantee output-commit`: clients notice neither the death of a host nor a move.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, UdpSocket};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use hotspare_torture::chain::{Scene, await_ready, protected_times, signal_redis, takeovers};
@@ -55,8 +57,23 @@ fn unnoticed(load: Load<StoreLane>) {
     assert_eq!(verdict.keys_verified, 300);
 }
 
+/// The address is the primary's host's, and moves.
+fn direct(mut scene: Scene) -> Scene {
+    scene.engine.more.extend(["--path".to_owned(), "direct".to_owned()]);
+    scene
+}
+
+/// Waits until packets pass through a spare.
+fn await_path(primary: &Process) {
+    let told = |line: &Line| line.text.contains("through the spare").then_some(());
+    assert!(primary.stderr().find(HANG, told).is_some(), "{}", primary.said());
+}
+
 fn death_of_the_primary(ipv6: bool, value_bytes: usize) {
-    let scene = scene(2, ipv6);
+    death_on(scene(2, ipv6), ipv6, value_bytes);
+}
+
+fn death_on(scene: Scene, ipv6: bool, value_bytes: usize) {
     let spare = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
     let server =
         if ipv6 { (SERVICE_V6, PORT).into() } else { SocketAddr::from((SERVICE_V4, PORT)) };
@@ -84,6 +101,159 @@ fn no_client_notices_the_death_of_the_primary_over_ipv6() {
 #[test]
 fn no_client_notices_the_death_of_the_primary_amid_large_values() {
     death_of_the_primary(false, 200_000);
+}
+
+#[test]
+fn no_client_notices_the_death_of_the_primary_whose_address_moves() {
+    death_on(direct(scene(2, false)), false, 64);
+}
+
+/// Says how often it has had a number.
+const COUNTER: &str = r#"
+import socket, sys
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind((sys.argv[1], int(sys.argv[2])))
+seen = {}
+while True:
+    number, client = server.recvfrom(64)
+    seen[number] = seen.get(number, 0) + 1
+    server.sendto(b'%s %d' % (number, seen[number]), client)
+"#;
+
+/// Sends numbers until it is told to end, and waits for the answers to all of them; gives the
+/// answers.
+fn count(server: SocketAddr, is_over: &AtomicBool, sent: &AtomicUsize) -> Vec<String> {
+    let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+    socket.connect(server).unwrap();
+    socket.set_read_timeout(Some(Duration::from_millis(2))).unwrap();
+    let (mut answers, mut buffer) = (Vec::new(), [0; 64]);
+    let deadline = Instant::now() + HANG;
+    while socket.recv(&mut buffer).is_err() {
+        // The program may not have begun. Nobody counts these.
+        assert!(Instant::now() < deadline, "the server does not answer");
+        let _ = socket.send(b"there?");
+    }
+    std::thread::sleep(CALM);
+    while socket.recv(&mut buffer).is_ok() {}
+    let mut deadline = None;
+    while deadline.is_none_or(|deadline| Instant::now() < deadline) {
+        if !is_over.load(Ordering::Relaxed) {
+            let number = sent.fetch_add(1, Ordering::Relaxed);
+            socket.send(number.to_string().as_bytes()).unwrap();
+        } else {
+            // When all have come, one that comes twice would come now.
+            let all = answers.len() >= sent.load(Ordering::Relaxed);
+            let end = Instant::now() + if all { CALM } else { HANG };
+            deadline = Some(deadline.map_or(end, |before: Instant| before.min(end)));
+        }
+        if let Ok(length) = socket.recv(&mut buffer) {
+            answers.push(String::from_utf8_lossy(&buffer[..length]).into_owned());
+        }
+    }
+    answers
+}
+
+/// Datagrams are sent once. Those that came to the spare while the primary died are handled by
+/// the ghost, those that a checkpoint covers are not handled again, and all are answered.
+#[test]
+fn every_datagram_is_handled_once() {
+    let scene = scene(2, false);
+    let spare = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
+    let words = ["python3", "-c", COUNTER, &SERVICE_V4.to_string(), &PORT.to_string()];
+    let words = words.map(str::to_owned);
+    let primary = scene.engine.run(scene.host(0), &[scene.host(1)], &words).unwrap();
+    await_path(&primary);
+    let (is_over, sent) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let server = SocketAddr::from((SERVICE_V4, PORT));
+    let (until, counted) = (Arc::clone(&is_over), Arc::clone(&sent));
+    let client = scene.lab.client().thread(move || count(server, &until, &counted));
+    reaches(&sent, 200);
+    scene.host(0).kill().unwrap();
+    Engine::taken_over(&spare).unwrap();
+    reaches(&sent, 200);
+    is_over.store(true, Ordering::Relaxed);
+    let mut answers = client.join().unwrap();
+    let mut lost = Vec::new();
+    for number in 0..sent.load(Ordering::Relaxed) {
+        match answers.iter().position(|answer| *answer == format!("{number} 1")) {
+            Some(found) => drop(answers.swap_remove(found)),
+            None => lost.push(number),
+        }
+    }
+    let odd: Vec<String> = answers;
+    assert_eq!((lost, odd), (Vec::new(), Vec::new()), "{}", spare.said());
+}
+
+/// Connects anew for each request, until it is told to end.
+fn call(server: SocketAddr, is_over: &AtomicBool, served: &AtomicUsize) {
+    while !is_over.load(Ordering::Relaxed) {
+        let mut connection = Connection::open(server, HANG, HANG).unwrap();
+        connection.send(b"PING\r\n").unwrap();
+        assert_eq!(connection.line().unwrap(), b"+PONG");
+        served.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Ends each connection after one request.
+const CLOSER: &str = r#"
+import socket, sys
+listener = socket.create_server((sys.argv[1], int(sys.argv[2])), backlog=50)
+while True:
+    connection, _ = listener.accept()
+    connection.recv(64)
+    connection.sendall(b'+PONG\n')
+    connection.close()
+"#;
+
+/// Connections that are in the middle of their handshake, or not accepted yet, when the host dies.
+#[test]
+fn no_client_that_is_just_connecting_notices_the_death_of_the_primary() {
+    let scene = scene(2, false);
+    let spare = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
+    let primary = scene.run(&[1]);
+    death_amid_calls(&scene, &primary, &spare);
+}
+
+/// The server closes, and may have forgotten the connection when its last words leave.
+#[test]
+fn no_client_of_a_server_that_hangs_up_notices_the_death_of_the_primary() {
+    let scene = scene(2, false);
+    let spare = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
+    let words = ["python3", "-c", CLOSER, &SERVICE_V4.to_string(), &PORT.to_string()];
+    let words = words.map(str::to_owned);
+    let primary = scene.engine.run(scene.host(0), &[scene.host(1)], &words).unwrap();
+    // It may not listen yet.
+    std::thread::sleep(CALM);
+    death_amid_calls(&scene, &primary, &spare);
+}
+
+fn death_amid_calls(scene: &Scene, primary: &Process, spare: &Process) {
+    await_path(primary);
+    let (is_over, served) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let server = SocketAddr::from((SERVICE_V4, PORT));
+    let callers: Vec<_> = (0..8)
+        .map(|_| {
+            let (until, served) = (Arc::clone(&is_over), Arc::clone(&served));
+            scene.lab.client().thread(move || call(server, &until, &served))
+        })
+        .collect();
+    reaches(&served, 300);
+    scene.host(0).kill().unwrap();
+    Engine::taken_over(spare).unwrap();
+    reaches(&served, 300);
+    is_over.store(true, Ordering::Relaxed);
+    for caller in callers {
+        caller.join().unwrap_or_else(|_| panic!("a client noticed\n{}", spare.said()));
+    }
+}
+
+/// Waits until a count has grown by so much.
+fn reaches(count: &AtomicUsize, more: usize) {
+    let (from, deadline) = (count.load(Ordering::Relaxed), Instant::now() + HANG);
+    while count.load(Ordering::Relaxed) < from + more {
+        assert!(Instant::now() < deadline, "nothing goes on");
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 #[test]
