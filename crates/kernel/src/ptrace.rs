@@ -5,8 +5,10 @@
 //! in; whoever owns the guest keeps those states.
 
 use std::fmt;
+use std::time::Duration;
 
 use crate::error::{KernelError, Result, check};
+use crate::thread_info;
 
 /// A process or thread number in the host's pid namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -341,6 +343,60 @@ pub fn wait(whose: Whose, block: bool) -> Result<Waited> {
             Some(libc::EINTR) => return Ok(Waited::Nothing),
             Some(libc::ECHILD) => return Ok(Waited::NoChildren),
             _ => return Err(KernelError::last("wait for thread")),
+        }
+    }
+}
+
+/// How soon a tracee is looked at again while news of others waits to be taken.
+const LOOK_AGAIN: Duration = Duration::from_micros(50);
+
+/// Waits until this tracee stops and takes that; what else there is to know stays for [`wait`], the
+/// end of this very tracee too, which is [`KernelError::Died`] here.
+///
+/// A thread group leader that was killed cannot be waited for before the group's other threads are,
+/// and those may be the caller's own tracees (`delay_group_leader` in the kernel's exit.c): waiting
+/// for it alone would be waiting for ever.
+pub fn await_stop(tid: HostPid) -> Result<Stop> {
+    let news = libc::WEXITED | libc::WSTOPPED | libc::__WALL | libc::__WNOTHREAD | libc::WNOWAIT;
+    loop {
+        // Blocks until there is something to know of anybody.
+        let Some(found) = peek(libc::P_ALL, 0, news)? else { return Err(KernelError::Died(tid)) };
+        let own = match found.0 == tid {
+            true => Some(found),
+            false => peek(libc::P_PID, tid.0 as libc::id_t, news | libc::WNOHANG)?,
+        };
+        match own {
+            Some((_, true)) | None => return Err(KernelError::Died(tid)),
+            Some((found, false)) if found == tid => {
+                if let Waited::Stopped(_, stop) = wait(Whose::One(tid), false)? {
+                    return Ok(stop);
+                }
+            }
+            Some(_) if thread_info::status(tid)?.state == b'Z' => {
+                return Err(KernelError::Died(tid));
+            }
+            Some(_) => std::thread::sleep(LOOK_AGAIN),
+        }
+    }
+}
+
+/// Of whom there is something to know, nobody if that is number 0, and whether that is their end;
+/// `None` if there is nobody to wait for.
+fn peek(kind: libc::idtype_t, id: libc::id_t, flags: i32) -> Result<Option<(HostPid, bool)>> {
+    loop {
+        // SAFETY: all bytes zero are a valid `siginfo_t`.
+        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+        // SAFETY: `info` lives through the call.
+        if unsafe { libc::waitid(kind, id, &raw mut info, flags) } == 0 {
+            // SAFETY: waitid fills in the fields of SIGCHLD, or leaves zeros.
+            let found = HostPid(unsafe { info.si_pid() });
+            let ended = [libc::CLD_EXITED, libc::CLD_KILLED, libc::CLD_DUMPED];
+            return Ok(Some((found, found.0 != 0 && ended.contains(&info.si_code))));
+        }
+        match std::io::Error::last_os_error().raw_os_error() {
+            Some(libc::EINTR) => {}
+            Some(libc::ECHILD) => return Ok(None),
+            _ => return Err(KernelError::last("wait for threads")),
         }
     }
 }

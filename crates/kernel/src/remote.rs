@@ -20,7 +20,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use crate::error::{KernelError, Result};
 use crate::pidfd;
 use crate::proc_maps::MapLine;
-use crate::ptrace::{self, HostPid, Registers, Stop, Waited, Whose, reg};
+use crate::ptrace::{self, HostPid, Registers, Stop, reg};
 use crate::shared::SharedMapping;
 
 /// One system call to run in the guest.
@@ -214,28 +214,24 @@ pub fn single(detour: &Detour, instruction: u64, call: &mut Call) -> Result<()> 
 fn await_stop(tid: HostPid, wanted: Stop, resume: fn(HostPid, i32) -> Result<()>) -> Result<()> {
     let mut faulted = false;
     loop {
-        match ptrace::wait(Whose::One(tid), true)? {
-            Waited::Stopped(_, stop) if stop == wanted => return Ok(()),
+        match ptrace::await_stop(tid)? {
+            stop if stop == wanted => return Ok(()),
             // An interrupt that was asked for earlier, or a stop signal, which cannot be blocked:
             // the thread is about to be resumed by its owner, who will see the signal again.
-            Waited::Stopped(_, Stop::Interrupted | Stop::Group(_)) => resume(tid, 0)?,
+            Stop::Interrupted | Stop::Group(_) => resume(tid, 0)?,
             // The thread's own, from before; a fault of the stub would come a second time.
-            Waited::Stopped(_, Stop::Signal(_))
-                if !faulted && ptrace::is_fault(&ptrace::signal_info(tid)?) =>
-            {
+            Stop::Signal(_) if !faulted && ptrace::is_fault(&ptrace::signal_info(tid)?) => {
                 faulted = true;
                 resume(tid, 0)?;
             }
-            Waited::Stopped(_, Stop::Signal(signal)) if signal != libc::SIGTRAP => {
+            Stop::Signal(signal) if signal != libc::SIGTRAP => {
                 return Err(KernelError::Unexpected(format!(
                     "signal {signal} while thread {tid} ran our calls"
                 )));
             }
-            Waited::Stopped(_, stop) => {
+            stop => {
                 return Err(KernelError::Unexpected(format!("thread {tid} stopped: {stop:?}")));
             }
-            Waited::Ended(..) | Waited::NoChildren => return Err(KernelError::Died(tid)),
-            Waited::Nothing => {}
         }
     }
 }

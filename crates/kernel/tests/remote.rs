@@ -2,6 +2,7 @@
 
 use std::os::fd::AsFd;
 use std::process::{Child, Command};
+use std::time::Duration;
 
 use hotspare_kernel::pagemap::{Pagemap, Query, Scanned, category};
 use hotspare_kernel::ptrace::{self, HostPid, Stop, Waited, Whose};
@@ -157,4 +158,54 @@ fn a_mark_left_from_an_ended_registration_hides_no_write() {
     assert_eq!(scan(base, hole), (Scanned::Complete, vec![(0, 4096, report)]));
     write(3);
     assert_eq!(scan(base, hole), (Scanned::Complete, vec![(0, 4096, report)]));
+}
+
+/// Seizes and stops all threads of a program that has two.
+fn two_threads() -> (Child, Vec<HostPid>) {
+    let program = "import threading, time\n\
+                   threading.Thread(target=time.sleep, args=(1000,)).start()\n\
+                   time.sleep(1000)";
+    let child = Command::new("python3").args(["-c", program]).spawn().expect("spawns");
+    let tasks = format!("/proc/{}/task", child.id());
+    let threads = || -> Vec<HostPid> {
+        let names = std::fs::read_dir(&tasks).expect("lists").map(|task| task.expect("is one"));
+        let number = |name: &std::ffi::OsStr| name.to_str().and_then(|name| name.parse().ok());
+        names.map(|task| HostPid(number(&task.file_name()).expect("a number"))).collect()
+    };
+    while threads().len() < 2 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    for tid in threads() {
+        ptrace::seize(tid).expect("seizes");
+        ptrace::interrupt(tid).expect("interrupts");
+        assert!(matches!(ptrace::wait(Whose::One(tid), true), Ok(Waited::Stopped(..))));
+    }
+    (child, threads())
+}
+
+/// The leader cannot be waited for before the other thread is, for which nobody waits meanwhile.
+#[test]
+fn a_process_that_is_killed_while_it_runs_calls_is_not_waited_for() {
+    let (done, is_done) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let (mut child, threads) = two_threads();
+        let leader = HostPid(child.id() as i32);
+        let mut maps = Vec::new();
+        proc_maps::read(leader, &mut Vec::new(), &mut maps).expect("reads maps");
+        let at = vdso_syscall(leader, &maps).expect("has a syscall");
+        let pidfd = pidfd::open(leader).expect("opens pidfd");
+        let stub = Stub::inject(leader, pidfd.as_fd(), &maps, at).expect("injects");
+        let mut calls = [Call::new(libc::SYS_pause, &[])];
+        let frame = ptrace::registers(leader).expect("registers");
+        stub.start(leader, 0, &frame, &calls).expect("starts");
+        child.kill().expect("kills");
+        let error = stub.finish(leader, 0, &mut calls).expect_err("is dead");
+        assert!(error.is_died(), "{error}");
+        for tid in threads.into_iter().filter(|tid| *tid != leader) {
+            assert!(matches!(ptrace::wait(Whose::One(tid), true), Ok(Waited::Ended(..))));
+        }
+        assert!(matches!(ptrace::wait(Whose::One(leader), true), Ok(Waited::Ended(..))));
+        done.send(()).expect("is waited for");
+    });
+    is_done.recv_timeout(Duration::from_secs(30)).expect("it ends");
 }

@@ -222,8 +222,12 @@ fn no_client_of_a_server_that_hangs_up_notices_the_death_of_the_primary() {
     let words = ["python3", "-c", CLOSER, &SERVICE_V4.to_string(), &PORT.to_string()];
     let words = words.map(str::to_owned);
     let primary = scene.engine.run(scene.host(0), &[scene.host(1)], &words).unwrap();
-    // It may not listen yet.
-    std::thread::sleep(CALM);
+    let deadline = Instant::now() + HANG;
+    let listens = move || Connection::open((SERVICE_V4, PORT).into(), HANG, HANG).is_ok();
+    while !scene.lab.client().inside(listens) {
+        assert!(Instant::now() < deadline, "the server does not listen\n{}", primary.said());
+        std::thread::sleep(Duration::from_millis(20));
+    }
     death_amid_calls(&scene, &primary, &spare);
 }
 
