@@ -2,7 +2,7 @@
 //! the feature `mutate`, which nothing but that test asks for.
 
 /// A rule that can be broken.
-#[cfg_attr(not(feature = "mutate"), allow(dead_code))]
+#[cfg_attr(not(feature = "mutate"), expect(dead_code, reason = "only tests break rules"))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mutation {
     /// The register gives a term that is not newer than all before.

@@ -11,8 +11,8 @@
 //! the same). Between the stop of the guest and the end of its capture nothing enters, or sockets
 //! would change while they are read.
 //!
-//! With the spare in the path ([`crate::relay`]) the host's end is the spare's: packets go there with
-//! the epoch that covers them, and wait there. Here only other spares are waited for.
+//! With the spare in the path ([`crate::relay`]) the host's end is the spare's: packets go there
+//! with the epoch that covers them, and wait there. Here only other spares are waited for.
 //!
 //! The gate fails closed: both interfaces are this program's, and without it packets go nowhere.
 //! Neither does the guest's kernel reset a connection of which nobody reads the packets any more.
@@ -432,9 +432,9 @@ impl Gate {
     }
 
     /// Checkpoint `epoch` has these files: connections among them may be known to their clients.
-    /// To be called before the checkpoint can be whole anywhere, and before anything leaves that only
-    /// the next one covers: no ghost may have a connection whose SYN-ACK died with the primary. So
-    /// these wait for the spare in the path only.
+    /// To be called before the checkpoint can be whole anywhere, and before anything leaves that
+    /// only the next one covers: no ghost may have a connection whose SYN-ACK died with the
+    /// primary. So these wait for the spare in the path only.
     pub fn covered(&self, epoch: Epoch, files: &[OpenFile]) {
         let mut hold = self.hold();
         if hold.threshold.is_empty() {
@@ -487,8 +487,8 @@ impl Gate {
 
     /// The guest stands still for checkpoint `epoch`: what has left it so far belongs to that, what
     /// leaves later to the next. Nothing enters it until [`Gate::let_in`]. With `close`, output
-    /// waits from here on, since whoever has this checkpoint can take over. Gives the last packet of
-    /// the spare in the path that the guest has had.
+    /// waits from here on, since whoever has this checkpoint can take over. Gives the last packet
+    /// of the spare in the path that the guest has had.
     pub fn cut(&self, epoch: Epoch, close: bool) -> u64 {
         let mut hold = self.hold();
         hold.is_shut = true;

@@ -360,6 +360,12 @@ impl ServiceNetwork {
         cut.and(quiet).map_err(doing("withdraw the address"))
     }
 
+    /// Whether clients are to reach the address here.
+    #[must_use]
+    pub fn is_answering(&self) -> bool {
+        self.announced && !self.lent
+    }
+
     /// Whether the address is connected.
     #[must_use]
     pub fn is_announced(&self) -> bool {

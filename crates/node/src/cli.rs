@@ -423,6 +423,24 @@ fn think(
     std::thread::Builder::new().name("brain".into()).spawn(think).map(drop)
 }
 
+impl RunArguments {
+    fn settings(&self) -> Settings {
+        let program = self.command.first().cloned().unwrap_or_default();
+        Settings {
+            guest: self.guest.clone().unwrap_or(program),
+            epoch: self.epoch,
+            service: self.service_address,
+            files: self.files.clone(),
+            guarantee: self.guarantee,
+            arbiter: self.common.arbiter.identity(),
+            path: self.path.unwrap_or(match self.common.takeover_hook {
+                None => PacketPath::Spare,
+                Some(_) => PacketPath::Direct,
+            }),
+        }
+    }
+}
+
 fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     preflight::require_kernel()?;
     raise_descriptor_limit();
@@ -434,19 +452,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     let owned = owner.clone();
     let (role, state) = (HostRole::Primary, &common.state_dir);
     let mut agent = Agent::new(security, role, common.silence, brain, owned, reporter, state)?;
-    let program = arguments.command.first().cloned().unwrap_or_default();
-    let settings = Settings {
-        guest: arguments.guest.clone().unwrap_or(program),
-        epoch: arguments.epoch,
-        service: arguments.service_address,
-        files: arguments.files.clone(),
-        guarantee: arguments.guarantee,
-        arbiter: common.arbiter.identity(),
-        path: arguments.path.unwrap_or(match common.takeover_hook {
-            None => PacketPath::Spare,
-            Some(_) => PacketPath::Direct,
-        }),
-    };
+    let settings = arguments.settings();
     settings.require_consistent()?;
     control::require_free_name(&settings.guest)?;
     let term = begin_term(&mut agent, common, &settings)?;

@@ -1,7 +1,8 @@
 //! The control interface: gRPC, described in `proto/hotspare/v1/control.proto`.
 //!
 //! Each agent listens on `/run/hotspare/PID.sock`, which only root can open, and with `--control`
-//! for those who have a certificate. The commands that look at agents or steer them are its clients.
+//! for those who have a certificate. The commands that look at agents or steer them are its
+//! clients.
 
 mod ask;
 mod commands;

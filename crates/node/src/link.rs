@@ -1,19 +1,20 @@
 //! The primary's end of a stream: greets a spare, then carries its acknowledgements home.
 
-use std::io::BufReader;
+use std::io::{BufReader, Read};
 use std::net::SocketAddr;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use hotspare_cluster::Event;
+use hotspare_cluster::{Closed, Event};
+use hotspare_image::NodeId;
 use hotspare_net::gate::Gate;
 use hotspare_replica::message::RefuseCode;
 use hotspare_replica::{
-    Channel, Compression, GoodbyeCode, Greeting, Reply, Welcome, closed, sender,
+    Channel, Compression, GoodbyeCode, Greeting, Reply, ReplyReader, Welcome, closed, sender,
 };
 
-use crate::agent::{Agent, Decision, Message, SpareIn};
+use crate::agent::{Agent, Decision, Message, SpareIn, StreamId};
 use crate::alike::{Attempts, FilesDiffer};
 use crate::facts;
 
@@ -88,6 +89,19 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     })?;
     let spare = SpareIn { node, sender, heart, listens, stream, version };
     agent.owner.send(Message::SpareIn(Box::new(spare)));
+    let (how, differ) = hear(agent, node, stream, &mut replies);
+    agent.owner.send(Message::SpareOut(node, stream));
+    agent.tell_of(node, stream, Event::StreamClosed { peer: node, how });
+    differ.map_or(Ok(()), |differ| Err(differ.into()))
+}
+
+/// Passes on what a spare says until the stream ends; how that was, and whether files differ.
+fn hear(
+    agent: &Agent,
+    node: NodeId,
+    stream: StreamId,
+    replies: &mut ReplyReader<impl Read>,
+) -> (Closed, Option<FilesDiffer>) {
     let (mut differ, mut gate) = (None, None::<Arc<Gate>>);
     let how = loop {
         match replies.next() {
@@ -117,7 +131,7 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
                 } else {
                     agent.reporter.note(&format!("the spare leaves: {}", goodbye.text));
                 }
-                break hotspare_cluster::Closed::Goodbye;
+                break Closed::Goodbye;
             }
             Err(error) => {
                 agent.reporter.note(&format!("the stream to spare {node} ended: {error}"));
@@ -125,7 +139,5 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
             }
         }
     };
-    agent.owner.send(Message::SpareOut(node, stream));
-    agent.tell_of(node, stream, Event::StreamClosed { peer: node, how });
-    differ.map_or(Ok(()), |differ| Err(differ.into()))
+    (how, differ)
 }

@@ -343,6 +343,11 @@ impl Agent {
             page.head(name, "gauge", help);
             page.value(name, &[], value);
         }
+        self.lasting(page, is_primary, &lags);
+    }
+
+    /// How long the primary may go on, and how far its spares are behind.
+    fn lasting(&self, page: &mut Page, is_primary: bool, lags: &[(NodeId, u64)]) {
         let name = "hotspare_lease_seconds";
         page.head(name, "gauge", "With an arbiter: how long a primary may go on without its word.");
         if let Some(arbiter) = self.arbiter.as_ref().filter(|_| is_primary) {
@@ -351,7 +356,7 @@ impl Agent {
         let name = "hotspare_spare_lag_epochs";
         page.head(name, "gauge", "Of a primary: checkpoints that a spare has not acknowledged.");
         for (node, lag) in lags {
-            page.value(name, &[("spare", &format!("{:016x}", node.0))], lag as f64);
+            page.value(name, &[("spare", &format!("{:016x}", node.0))], *lag as f64);
         }
     }
 }

@@ -3,7 +3,7 @@
 //! ```text
 //! primary: a spare is ready ─▶ asks it ────────────▶ lends the address, packets go through it
 //! spare:                       └▶ announces, relays ─┘
-//! primary: the spare is gone ─▶ takes the address back
+//! primary: the spare is gone, and will not take over ─▶ takes the address back
 //! spare: takes over with what it has logged, or lets the address go
 //! ```
 
@@ -81,6 +81,18 @@ impl Primary {
         if let Some(gate) = self.maker.gate() {
             gate.lead_through(None);
         }
+        self.lent_to = Some(node);
+        self.take_address_back();
+    }
+
+    /// Lets clients reach this host again, unless the arbiter may give the spare that they reach
+    /// now the term.
+    pub fn take_address_back(&mut self) {
+        let Some(node) = self.lent_to else { return };
+        if self.agent.awaited_heirs().contains(&node) {
+            return;
+        }
+        self.lent_to = None;
         let Some(network) = self.maker.network.as_mut().filter(|network| network.is_announced())
         else {
             return;

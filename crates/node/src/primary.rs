@@ -10,6 +10,7 @@ use hotspare_cluster::{Action, DropCause, Event, FenceCause, Member};
 use hotspare_image::{Epoch, NodeId, Position, Term};
 use hotspare_net::gate::GateStats;
 use hotspare_net::hook::HookEvent;
+use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::init::Init;
 use hotspare_replica::message::{SwitchoverOffer, VERSION_OF_PATH};
 use hotspare_replica::{Goodbye, GoodbyeCode, MemberEntry};
@@ -64,6 +65,8 @@ pub struct Primary {
     pub earliest: Instant,
     /// The spare that packets pass through, or are going to.
     pub through: Option<Through>,
+    /// A spare that was, and has the address still.
+    pub lent_to: Option<NodeId>,
     /// The spares, as the brain knows them.
     pub members: Vec<Member>,
 }
@@ -108,6 +111,7 @@ impl Primary {
             told_outrun: false,
             earliest: Instant::now(),
             through: None,
+            lent_to: None,
             members: Vec::new(),
         }
     }
@@ -122,6 +126,7 @@ impl Primary {
         let mut next = Instant::now() + self.settings.epoch;
         loop {
             self.open_gate_if_alone();
+            self.take_address_back();
             let wait = self.due(next).saturating_duration_since(Instant::now());
             self.maker.guest.pump(&[self.inbox.bell()], wait)?;
             for message in self.inbox.take() {
@@ -332,15 +337,7 @@ impl Primary {
                 self.dropped = None;
                 self.remember(What::Protected);
             }
-            Action::BecomeUnprotected => {
-                self.agent.reporter.unprotected();
-                let why = match self.dropped.take() {
-                    Some(why) => why,
-                    None if self.committed == Epoch(0) => "there is no spare yet",
-                    None => "the last spare that was ready has gone",
-                };
-                self.remember(What::Unprotected { why: why.to_owned() });
-            }
+            Action::BecomeUnprotected => self.unprotected(),
             Action::Fence(cause) => return self.fence(cause),
             Action::TellGuestDied => {
                 for spare in self.maker.all_spares() {
@@ -352,18 +349,13 @@ impl Primary {
             }
             Action::FreezeGuest { to } => self.freeze(to),
             Action::OfferSwitchover { to, term, position } => {
-                if let Some(network) = self.maker.network.as_mut() {
-                    // What waited for the last checkpoint has left.
-                    network.withdraw().context("withdraw the service address")?;
-                }
-                if let Some(spare) = self.maker.spares.get(&to) {
-                    let _ = spare.offer_switchover(SwitchoverOffer { term, position });
-                }
+                self.offer(to, SwitchoverOffer { term, position })?;
             }
             Action::ThawGuest { term } => self.thaw(term)?,
             Action::SwitchoverImpossible => self.switchover_impossible(),
             Action::AnnounceAgain => {
-                if let Some(network) = self.maker.network.as_mut().filter(|n| n.is_announced()) {
+                let announced = |network: &&mut ServiceNetwork| network.is_answering();
+                if let Some(network) = self.maker.network.as_mut().filter(announced) {
                     network.announce().context("announce the service address again")?;
                 }
             }
@@ -389,6 +381,27 @@ impl Primary {
             | Action::RefuseSwitchover { .. } => {}
         }
         Ok(None)
+    }
+
+    fn unprotected(&mut self) {
+        self.agent.reporter.unprotected();
+        let why = match self.dropped.take() {
+            Some(why) => why,
+            None if self.committed == Epoch(0) => "there is no spare yet",
+            None => "the last spare that was ready has gone",
+        };
+        self.remember(What::Unprotected { why: why.to_owned() });
+    }
+
+    fn offer(&mut self, to: NodeId, offer: SwitchoverOffer) -> anyhow::Result<()> {
+        if let Some(network) = self.maker.network.as_mut() {
+            // What waited for the last checkpoint has left.
+            network.withdraw().context("withdraw the service address")?;
+        }
+        if let Some(spare) = self.maker.spares.get(&to) {
+            let _ = spare.offer_switchover(offer);
+        }
+        Ok(())
     }
 
     /// Keeps in the history what has happened.

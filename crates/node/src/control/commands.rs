@@ -23,7 +23,8 @@ const NOT_DONE: u8 = 1;
 /// Which agents are meant.
 #[derive(Debug, Args)]
 pub struct Where {
-    /// Ask the agent that has `--control` at this address (HOST:PORT) instead of those of this host.
+    /// Ask the agent that has `--control` at this address (HOST:PORT) instead of those of this
+    /// host.
     #[arg(long, value_name = "HOST:PORT", requires = "keys")]
     at: Option<String>,
     /// For --at: directory of this host's keys, made by `hotspare keys`.
