@@ -53,7 +53,7 @@ impl Primary {
         };
         let Some(spare) = self.maker.spares.get(&node) else { return Ok(()) };
         let Some(gate) = self.maker.gate() else { return Ok(()) };
-        if !self.reach.get(&node).is_some_and(|reach| reach.stream == stream) {
+        if self.reach.get(&node).is_none_or(|reach| reach.stream != stream) {
             return Ok(());
         }
         through.is_open = true;

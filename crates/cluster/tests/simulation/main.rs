@@ -329,7 +329,7 @@ fn anything_may_happen() {
             if seed >= to {
                 return;
             }
-            if seed % 10_000 == 0 && seed > 0 {
+            if seed.is_multiple_of(10_000) && seed > 0 {
                 println!("{seed} seeds");
             }
             if let Some(words) = failure(seed, false) {
