@@ -64,6 +64,12 @@ pub struct GateStats {
 }
 
 impl GateStats {
+    fn count(&mut self, waited: Duration) {
+        self.released += 1;
+        self.waited += waited;
+        self.waited_max = self.waited_max.max(waited);
+    }
+
     /// How long a packet waited, on average.
     pub fn mean(&self) -> Duration {
         self.waited / u32::try_from(self.released.max(1)).unwrap_or(u32::MAX)
@@ -98,6 +104,8 @@ struct Hold {
     cuts: VecDeque<(Epoch, u64)>,
     /// Where packets go instead of the host's interface.
     outlet: Option<Outlet>,
+    /// Packets that have gone there: what covers them, and since when they wait.
+    passed: VecDeque<(Epoch, Instant)>,
     /// The last packet of the spare in the path that has entered the guest.
     inputs: u64,
     /// Such packets that wait until they may enter.
@@ -215,7 +223,7 @@ impl Hold {
             self.add(&answer, Instant::now());
             return false;
         }
-        self.outlet.is_none() || self.threshold.enters(packet)
+        self.outlet.is_none() || self.threshold.enters(packet, self.handshakes.has_room())
     }
 
     /// The next packet that may leave, and what covers it.
@@ -227,11 +235,19 @@ impl Hold {
         let limit = self.limit();
         let first = self.waiting.pop_front_if(|first| first.epoch <= limit)?;
         self.bytes -= first.packet.len();
-        let waited = now.saturating_duration_since(first.since);
-        self.stats.released += 1;
-        self.stats.waited += waited;
-        self.stats.waited_max = self.stats.waited_max.max(waited);
+        match self.outlet {
+            // It goes on waiting there.
+            Some(_) => self.passed.push_back((first.epoch, first.since)),
+            None => self.stats.count(now.saturating_duration_since(first.since)),
+        }
         Some((first.epoch, first.packet))
+    }
+
+    /// The spare in the path has everything up to here: what waited there has left.
+    fn has_left(&mut self, committed: Epoch, now: Instant) {
+        while let Some((_, since)) = self.passed.pop_front_if(|(epoch, _)| *epoch <= committed) {
+            self.stats.count(now.saturating_duration_since(since));
+        }
     }
 }
 
@@ -477,6 +493,7 @@ impl Gate {
     /// for the next [`Gate::commit`].
     pub fn lead_through(&self, outlet: Option<Outlet>) {
         let mut hold = self.hold();
+        hold.passed.clear();
         if outlet.is_none() {
             let pending = hold.threshold.give_up(None);
             hold.add_all(pending, Instant::now());
@@ -528,6 +545,7 @@ impl Gate {
     /// acknowledge: that holds the lease up.
     pub fn commit(&self, all: Committed, waited_for: Option<Committed>, extends: bool) {
         let mut hold = self.hold();
+        hold.has_left(all.position().epoch, Instant::now());
         let proof = waited_for.unwrap_or(all).position().epoch;
         hold.committed = hold.committed.max(proof);
         hold.is_withheld = waited_for.is_some();
@@ -554,6 +572,7 @@ impl Gate {
         let mut hold = self.hold();
         hold.is_closed = false;
         hold.outlet = None;
+        hold.passed.clear();
         let given_up = hold.threshold.give_up(None);
         hold.add_all(given_up, Instant::now());
         self.let_go(&mut hold);
@@ -700,5 +719,10 @@ mod tests {
         let (epochs, left): (Vec<Epoch>, Vec<_>) = std::iter::from_fn(|| hold.next(now)).unzip();
         assert_eq!(epochs, [Epoch(7), Epoch(7)]);
         assert_eq!(left, [one.into(), two.into()] as [Box<[u8]>; 2]);
+        assert_eq!(hold.stats.released, 0, "they wait there");
+        hold.has_left(Epoch(6), now);
+        assert_eq!(hold.stats.released, 0);
+        hold.has_left(Epoch(7), now + SHORT);
+        assert_eq!((hold.stats.released, hold.stats.waited_max), (2, SHORT));
     }
 }

@@ -36,8 +36,12 @@ use hotspare_kernel::tun::HEADER_BYTES;
 const PATIENCE: Duration = Duration::from_millis(50);
 /// How soon a guest is expected to have accepted.
 const ACCEPTS_WITHIN: Duration = Duration::from_micros(300);
-/// More at once are let alone.
-const PENDING_MAX: usize = 65_536;
+/// So many clients at once may have asked, or not have been heard since they were answered. More
+/// are left to the guest's kernel, which knows what to do in a flood of SYNs: whoever is kept here
+/// has a socket before it has shown that it exists.
+const CLIENTS_MAX: usize = 1024;
+/// Nobody waits longer for a connection than that (`tcp_syn_retries`, tcp(7)).
+const FORGOTTEN_AFTER: Duration = Duration::from_secs(130);
 
 /// Address of the guest and of the client.
 pub type Ends = (SocketAddr, SocketAddr);
@@ -95,6 +99,7 @@ pub struct Handshakes {
 struct Asked {
     number: u64,
     packet: Arc<[u8]>,
+    since: Instant,
 }
 
 /// A SYN-ACK that has left.
@@ -103,6 +108,15 @@ struct Answered {
     /// Of the SYN.
     sequence: u32,
     packet: Arc<[u8]>,
+    since: Instant,
+}
+
+/// Whether there is room for one more, if need be after the oldest have been forgotten.
+fn has_room<T>(table: &mut HashMap<Ends, T>, now: Instant, since: fn(&T) -> Instant) -> bool {
+    if table.len() >= CLIENTS_MAX {
+        table.retain(|_, one| now < since(one) + FORGOTTEN_AFTER);
+    }
+    table.len() < CLIENTS_MAX
 }
 
 impl Handshakes {
@@ -124,8 +138,9 @@ impl Handshakes {
             }
             self.answered.remove(&ends);
         }
-        if self.asked.len() < PENDING_MAX {
-            self.asked.insert(ends, Asked { number, packet: packet.into() });
+        let since = Instant::now();
+        if has_room(&mut self.asked, since, |asked| asked.since) {
+            self.asked.insert(ends, Asked { number, packet: packet.into(), since });
         }
         None
     }
@@ -140,8 +155,16 @@ impl Handshakes {
         // An answer to a SYN of the guest's own is of no interest, nor is anything else.
         if agrees(&segment) && self.asked.remove(&ends).is_some() {
             let sequence = segment.acknowledgement.wrapping_sub(1);
-            self.answered.insert(ends, Answered { sequence, packet: packet.into() });
+            let since = Instant::now();
+            if has_room(&mut self.answered, since, |answered| answered.since) {
+                self.answered.insert(ends, Answered { sequence, packet: packet.into(), since });
+            }
         }
+    }
+
+    /// Whether one more client may be answered before it has shown that it exists.
+    pub fn has_room(&mut self) -> bool {
+        has_room(&mut self.answered, Instant::now(), |answered| answered.since)
     }
 
     /// Whether there is nothing to answer.
@@ -159,11 +182,18 @@ impl Handshakes {
 /// SYN-ACKs that wait for their connections to be in a checkpoint.
 #[derive(Debug, Default)]
 pub struct Threshold {
-    /// Window and its scale in SYNs that have entered the guest.
-    asked: HashMap<Ends, (u32, u32)>,
+    /// What SYNs have said that have entered the guest.
+    asked: HashMap<Ends, Syn>,
     pending: HashMap<Ends, Pending>,
     /// Ports where connections are accepted only with their first data.
     deferring: Vec<u16>,
+}
+
+#[derive(Debug)]
+struct Syn {
+    window: u32,
+    scale: u32,
+    since: Instant,
 }
 
 #[derive(Debug)]
@@ -189,8 +219,9 @@ pub enum Fate {
 }
 
 impl Threshold {
-    /// A packet enters the guest; false if it must not.
-    pub fn enters(&mut self, packet: &[u8]) -> bool {
+    /// A packet enters the guest; false if it must not. A SYN that is not to be `kept` is the
+    /// kernel's alone.
+    pub fn enters(&mut self, packet: &[u8], kept: bool) -> bool {
         let Some(segment) = segment(packet) else { return true };
         let ends = (segment.to, segment.from);
         if asks(&segment) {
@@ -198,9 +229,11 @@ impl Threshold {
                 return false;
             }
             self.pending.remove(&ends);
-            if self.asked.len() < PENDING_MAX {
-                let scale = window_scale(packet).unwrap_or(0).min(14);
-                self.asked.insert(ends, (u32::from(segment.window), u32::from(scale)));
+            let since = Instant::now();
+            if kept && has_room(&mut self.asked, since, |syn| syn.since) {
+                let scale = u32::from(window_scale(packet).unwrap_or(0).min(14));
+                let window = u32::from(segment.window);
+                self.asked.insert(ends, Syn { window, scale, since });
             }
         } else if segment.flags & flag::RST != 0 {
             self.pending.remove(&ends);
@@ -218,10 +251,10 @@ impl Threshold {
         let ends = (segment.from, segment.to);
         if agrees(&segment) {
             let asked = self.asked.remove(&ends);
-            let Some((window, scale)) = asked.filter(|_| self.keeps(segment.from.port())) else {
+            let Some(syn) = asked.filter(|_| self.keeps(segment.from.port())) else {
                 return Fate::Passes;
             };
-            let Some(answer) = in_the_clients_name(&segment, window, scale) else {
+            let Some(answer) = in_the_clients_name(&segment, syn.window, syn.scale) else {
                 return Fate::Passes;
             };
             let sequence = segment.acknowledgement.wrapping_sub(1);
@@ -240,7 +273,7 @@ impl Threshold {
     }
 
     fn keeps(&self, port: u16) -> bool {
-        self.pending.len() < PENDING_MAX && !self.deferring.contains(&port)
+        self.pending.len() < CLIENTS_MAX && !self.deferring.contains(&port)
     }
 
     /// Whether something waits.
@@ -338,10 +371,10 @@ mod tests {
     #[test]
     fn a_syn_ack_waits_for_a_checkpoint_with_its_connection() {
         let (mut threshold, now) = (Threshold::default(), Instant::now());
-        assert!(threshold.enters(&syn()));
+        assert!(threshold.enters(&syn(), true));
         let Fate::Answered(answer) = threshold.leaves(&syn_ack(), now) else { panic!("passes") };
         assert_eq!(*answer, *packet_with_window(8, 91, 64_000));
-        assert!(!threshold.enters(&syn()), "the guest knows");
+        assert!(!threshold.enters(&syn(), true), "the guest knows");
         let banner = packet(true, flag::ACK, 91, 8);
         assert_eq!(threshold.leaves(&banner, now), Fate::Kept);
         assert!(threshold.covered(std::iter::empty()).is_empty());
@@ -361,24 +394,54 @@ mod tests {
     #[test]
     fn nobody_waits_for_a_guest_that_does_not_accept_or_closes() {
         let (mut threshold, now) = (Threshold::default(), Instant::now());
-        threshold.enters(&syn());
+        threshold.enters(&syn(), true);
         threshold.leaves(&syn_ack(), now);
         assert!(threshold.give_up(Some(now)).is_empty());
         assert_eq!(threshold.give_up(Some(now + PATIENCE)), [Box::from(&*syn_ack())]);
-        threshold.enters(&syn());
+        threshold.enters(&syn(), true);
         threshold.leaves(&syn_ack(), now);
         let fin = packet(true, flag::FIN | flag::ACK, 91, 8);
         assert_eq!(threshold.leaves(&fin, now), Fate::Releases(vec![Box::from(&*syn_ack())]));
         threshold.set_deferring(vec![80]);
-        threshold.enters(&syn());
+        threshold.enters(&syn(), true);
         assert_eq!(threshold.leaves(&syn_ack(), now), Fate::Passes);
+    }
+
+    /// Whoever does not exist must not have more than that.
+    #[test]
+    fn a_flood_of_syns_is_left_to_the_kernel() {
+        let (mut handshakes, mut threshold) = (Handshakes::default(), Threshold::default());
+        for client in 0..CLIENTS_MAX + 10 {
+            let from = SocketAddr::from(([10, 1, (client >> 8) as u8, client as u8], 4000));
+            let to = GUEST.parse().unwrap();
+            let (flags, window, payload_bytes) = (flag::SYN, 64_000, 0);
+            let (sequence, acknowledgement) = (7, 0);
+            let syn = Segment { from, to, sequence, acknowledgement, flags, window, payload_bytes };
+            let agreed = Segment {
+                from: to,
+                to: from,
+                flags: flag::SYN | flag::ACK,
+                acknowledgement: 8,
+                ..syn
+            };
+            let [syn, agreed] = [syn, agreed]
+                .map(|segment| [&[0; HEADER_BYTES][..], &segment.to_packet().unwrap()].concat());
+            let kept = handshakes.has_room();
+            assert_eq!(kept, client < CLIENTS_MAX);
+            handshakes.came(1, &syn);
+            assert!(threshold.enters(&syn, kept));
+            let fate = threshold.leaves(&agreed, Instant::now());
+            assert_eq!(matches!(fate, Fate::Answered(_)), kept);
+            handshakes.left(&agreed);
+        }
+        assert_eq!(handshakes.answered.len(), CLIENTS_MAX);
     }
 
     #[test]
     fn a_guest_that_calls_somebody_is_left_alone() {
         let (mut threshold, now) = (Threshold::default(), Instant::now());
         assert_eq!(threshold.leaves(&packet(true, flag::SYN, 1, 0), now), Fate::Passes);
-        assert!(threshold.enters(&packet(false, flag::SYN | flag::ACK, 5, 2)));
+        assert!(threshold.enters(&packet(false, flag::SYN | flag::ACK, 5, 2), true));
         assert_eq!(threshold.leaves(&packet(true, flag::ACK, 2, 6), now), Fate::Passes);
     }
 

@@ -314,7 +314,9 @@ impl Spare {
             if let Some(text) = self.over.take() {
                 self.agent.reporter.note(&format!("the primary is done: {text}"));
                 self.ghost = None;
-                self.agent.face().epoch = 0;
+                let mut face = self.agent.face();
+                (face.epoch, face.stands) = (0, None);
+                drop(face);
                 self.following = None;
                 self.is_over = true;
             }
@@ -387,6 +389,8 @@ impl Spare {
         let mut face = self.agent.face();
         face.term = joined.term;
         face.back_off.joined(Instant::now());
+        // What the stream before brings is of no use any more.
+        face.stands = None;
         drop(face);
         self.leave_path();
         self.is_over = false;

@@ -9,7 +9,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::clients::{Connection, Protocol};
+use crate::clients::{Connection, Load, Outcome, Pace, Protocol, StoreLane, StorePlan, verify};
 use crate::clock::Instant;
 use crate::lab::Process;
 use crate::lab::{LabError, Line, SERVICE_CIDR, SERVICE_V4};
@@ -24,6 +24,52 @@ pub struct Scene {
     pub lab: Lab,
     /// The `hotspare` program and its settings.
     pub engine: Engine,
+}
+
+/// Clients of the Redis that hold their connections, whatever happens, and count what is in their
+/// keys. Panics where a test has to fail.
+pub struct Held {
+    load: Load<StoreLane>,
+    keys: usize,
+}
+
+impl Held {
+    /// How long the load goes on before and after what happens.
+    const CALM: Duration = Duration::from_millis(500);
+
+    /// Starts so many clients.
+    pub fn start(scene: &Scene, server: SocketAddr, lanes: usize, value_bytes: usize) -> Held {
+        let keys = lanes * 50;
+        let rate_per_s = lanes as f64 * 70.0;
+        let pace = Pace { rate_per_s, lanes, reply_at_most: HANG, connect_at_most: HANG };
+        let protocol = Protocol::Redis;
+        let plan = StorePlan { protocol, keys, value_bytes, writes: 0.5, seed: 7 };
+        let load = Load::start(scene.lab.client(), server, pace, plan.sessions(lanes), HANG);
+        Held { load, keys }
+    }
+
+    /// Waits until requests from after this instant are answered, and some time more.
+    pub fn goes_on(&self, what: &str, process: &Process) {
+        let now = Instant::now();
+        assert!(self.load.answered_after(now, HANG), "{what}: no answer\n{}", process.said());
+        (Instant::now() + Self::CALM).sleep_until();
+    }
+
+    /// Whether a request from after `instant` is answered in time.
+    pub fn answered_after(&self, instant: Instant, at_most: Duration) -> bool {
+        self.load.answered_after(instant, at_most)
+    }
+
+    /// Ends the load; nothing may have happened to it.
+    pub fn noticed_nothing(self) {
+        let lanes = self.load.finish();
+        let verdict = verify(&lanes, None);
+        assert_eq!(verdict.wrongs, Vec::<String>::new());
+        assert_eq!(lanes.iter().map(|lane| lane.reconnects).sum::<u64>(), 0, "connections broke");
+        let replies = lanes.iter().flat_map(|lane| &lane.replies);
+        assert_eq!(replies.filter(|reply| reply.outcome != Outcome::Good).count(), 0);
+        assert_eq!(verdict.keys_verified, self.keys);
+    }
 }
 
 impl Scene {

@@ -5,20 +5,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use hotspare_torture::chain::{Scene, await_ready, protected_times, signal_redis, takeovers};
-use hotspare_torture::clients::{
-    Connection, Load, Outcome, Pace, Protocol, StoreLane, StorePlan, verify,
-};
+use hotspare_torture::chain::{Held, Scene, await_ready, protected_times, signal_redis, takeovers};
+use hotspare_torture::clients::Connection;
 use hotspare_torture::clock::Instant;
 use hotspare_torture::lab::{Line, Process, SERVICE_V4, SERVICE_V6};
-use hotspare_torture::protected::{Engine, HANG};
+use hotspare_torture::protected::{Engine, HANG, wait_for_service};
 use nix::sys::signal::Signal;
 
 const EPOCH: Duration = Duration::from_millis(100);
 const PORT: u16 = 6379;
 /// What clients notice is looked at here, not how long they wait.
 const PATIENT: [&str; 2] = ["--silence", "500ms"];
-/// Load before and after what happens.
+/// How long nothing more may come.
 const CALM: Duration = Duration::from_millis(700);
 
 fn scene(hosts: usize, ipv6: bool) -> Scene {
@@ -29,32 +27,6 @@ fn scene(hosts: usize, ipv6: bool) -> Scene {
         scene.engine.service_cidr = Some(format!("{SERVICE_V6}/64"));
     }
     scene
-}
-
-/// Clients that hold their connections, whatever happens, and count what is in their keys.
-fn load(scene: &Scene, server: SocketAddr, value_bytes: usize) -> Load<StoreLane> {
-    let pace = Pace { rate_per_s: 400.0, lanes: 6, reply_at_most: HANG, connect_at_most: HANG };
-    let plan =
-        StorePlan { protocol: Protocol::Redis, keys: 300, value_bytes, writes: 0.5, seed: 7 };
-    Load::start(scene.lab.client(), server, pace, plan.sessions(pace.lanes), HANG)
-}
-
-/// Waits until requests from after this instant are answered, and some time more.
-fn goes_on(load: &Load<StoreLane>, what: &str, process: &Process) {
-    let now = Instant::now();
-    assert!(load.answered_after(now, HANG), "{what}: no answer\n{}", process.said());
-    (Instant::now() + CALM).sleep_until();
-}
-
-/// Ends the load; nothing may have happened to it.
-fn unnoticed(load: Load<StoreLane>) {
-    let lanes = load.finish();
-    let verdict = verify(&lanes, None);
-    assert_eq!(verdict.wrongs, Vec::<String>::new());
-    assert_eq!(lanes.iter().map(|lane| lane.reconnects).sum::<u64>(), 0, "connections broke");
-    let replies = lanes.iter().flat_map(|lane| &lane.replies);
-    assert_eq!(replies.filter(|reply| reply.outcome != Outcome::Good).count(), 0);
-    assert_eq!(verdict.keys_verified, 300);
 }
 
 /// The address is the primary's host's, and moves.
@@ -79,12 +51,12 @@ fn death_on(scene: Scene, ipv6: bool, value_bytes: usize) {
         if ipv6 { (SERVICE_V6, PORT).into() } else { SocketAddr::from((SERVICE_V4, PORT)) };
     let primary = scene.run_at(server, &[1]);
     Engine::protected(&primary).unwrap();
-    let load = load(&scene, server, value_bytes);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, server, 6, value_bytes);
+    load.goes_on("before", &primary);
     scene.host(0).kill().unwrap();
     Engine::taken_over(&spare).unwrap();
-    goes_on(&load, "after the death", &spare);
-    unnoticed(load);
+    load.goes_on("after the death", &spare);
+    load.noticed_nothing();
 }
 
 #[test]
@@ -120,6 +92,9 @@ while True:
     server.sendto(b'%s %d' % (number, seen[number]), client)
 "#;
 
+/// What is sent until the server is there. Nobody counts these.
+const PROBE: &[u8] = b"there?";
+
 /// Sends numbers until it is told to end, and waits for the answers to all of them; gives the
 /// answers.
 fn count(server: SocketAddr, is_over: &AtomicBool, sent: &AtomicUsize) -> Vec<String> {
@@ -129,12 +104,9 @@ fn count(server: SocketAddr, is_over: &AtomicBool, sent: &AtomicUsize) -> Vec<St
     let (mut answers, mut buffer) = (Vec::new(), [0; 64]);
     let deadline = Instant::now() + HANG;
     while socket.recv(&mut buffer).is_err() {
-        // The program may not have begun. Nobody counts these.
         assert!(Instant::now() < deadline, "the server does not answer");
-        let _ = socket.send(b"there?");
+        let _ = socket.send(PROBE);
     }
-    std::thread::sleep(CALM);
-    while socket.recv(&mut buffer).is_ok() {}
     let mut deadline = None;
     while deadline.is_none_or(|deadline| Instant::now() < deadline) {
         if !is_over.load(Ordering::Relaxed) {
@@ -146,7 +118,9 @@ fn count(server: SocketAddr, is_over: &AtomicBool, sent: &AtomicUsize) -> Vec<St
             let end = Instant::now() + if all { CALM } else { HANG };
             deadline = Some(deadline.map_or(end, |before: Instant| before.min(end)));
         }
-        if let Ok(length) = socket.recv(&mut buffer) {
+        if let Ok(length) = socket.recv(&mut buffer)
+            && !buffer.starts_with(PROBE)
+        {
             answers.push(String::from_utf8_lossy(&buffer[..length]).into_owned());
         }
     }
@@ -222,12 +196,7 @@ fn no_client_of_a_server_that_hangs_up_notices_the_death_of_the_primary() {
     let words = ["python3", "-c", CLOSER, &SERVICE_V4.to_string(), &PORT.to_string()];
     let words = words.map(str::to_owned);
     let primary = scene.engine.run(scene.host(0), &[scene.host(1)], &words).unwrap();
-    let deadline = Instant::now() + HANG;
-    let listens = move || Connection::open((SERVICE_V4, PORT).into(), HANG, HANG).is_ok();
-    while !scene.lab.client().inside(listens) {
-        assert!(Instant::now() < deadline, "the server does not listen\n{}", primary.said());
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_for_service(scene.lab.client(), (SERVICE_V4, PORT).into(), HANG).unwrap();
     death_amid_calls(&scene, &primary, &spare);
 }
 
@@ -267,13 +236,13 @@ fn no_client_notices_a_switchover() {
     let server = (SERVICE_V4, PORT).into();
     let primary = scene.run(&[1]);
     Engine::protected(&primary).unwrap();
-    let load = load(&scene, server, 64);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, server, 6, 64);
+    load.goes_on("before", &primary);
     await_ready(&scene, &primary, 1);
     let said = scene.hotspare(0, &["switchover"]);
     assert!(said.is_ok(), "{said:?}\n{}\n{}", primary.said(), spare.said());
-    goes_on(&load, "after the switchover", &spare);
-    unnoticed(load);
+    load.goes_on("after the switchover", &spare);
+    load.noticed_nothing();
 }
 
 /// While protection is paused nothing waits for anybody, and afterwards it counts again.
@@ -283,21 +252,21 @@ fn no_client_notices_a_pause_of_the_protection() {
     let spare = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
     let primary = scene.run(&[1]);
     Engine::protected(&primary).unwrap();
-    let load = load(&scene, (SERVICE_V4, PORT).into(), 64);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, (SERVICE_V4, PORT).into(), 6, 64);
+    load.goes_on("before", &primary);
     let said = scene.hotspare(0, &["pause", "--reason", "a test"]);
     assert!(said.is_ok(), "{said:?}\n{}", primary.said());
-    goes_on(&load, "paused", &primary);
+    load.goes_on("paused", &primary);
     await_ready(&scene, &primary, 0);
     assert_eq!(takeovers(&spare), 0, "{}", spare.said());
     let said = scene.hotspare(0, &["resume"]);
     assert!(said.is_ok(), "{said:?}\n{}", primary.said());
     await_ready(&scene, &primary, 1);
-    goes_on(&load, "resumed", &primary);
+    load.goes_on("resumed", &primary);
     scene.host(0).kill().unwrap();
     Engine::taken_over(&spare).unwrap();
-    goes_on(&load, "after the death", &spare);
-    unnoticed(load);
+    load.goes_on("after the death", &spare);
+    load.noticed_nothing();
 }
 
 /// The spare dies, the primary goes on alone; another spare joins, and then the primary dies.
@@ -308,20 +277,20 @@ fn no_client_notices_the_death_of_the_spare() {
     let server = (SERVICE_V4, PORT).into();
     let primary = scene.run(&[1, 2]);
     Engine::protected(&primary).unwrap();
-    let load = load(&scene, server, 64);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, server, 6, 64);
+    load.goes_on("before", &primary);
     await_ready(&scene, &primary, 1);
     scene.host(1).kill().unwrap();
     drop(first);
-    goes_on(&load, "alone", &primary);
+    load.goes_on("alone", &primary);
     await_ready(&scene, &primary, 0);
     let second = scene.engine.spare_with(scene.host(2), &PATIENT).unwrap();
     await_ready(&scene, &primary, 1);
-    goes_on(&load, "protected again", &primary);
+    load.goes_on("protected again", &primary);
     scene.host(0).kill().unwrap();
     Engine::taken_over(&second).unwrap();
-    goes_on(&load, "after the death", &second);
-    unnoticed(load);
+    load.goes_on("after the death", &second);
+    load.noticed_nothing();
 }
 
 /// Output waits for both spares: whichever takes over, and the other that follows it, has it all.
@@ -330,18 +299,18 @@ fn no_client_notices_two_deaths() {
     let scene = scene(3, false);
     let spares = [1, 2].map(|host| scene.engine.spare_with(scene.host(host), &PATIENT).unwrap());
     let primary = scene.run(&[1, 2]);
-    let load = load(&scene, (SERVICE_V4, PORT).into(), 64);
+    let load = Held::start(&scene, (SERVICE_V4, PORT).into(), 6, 64);
     await_ready(&scene, &primary, 2);
-    goes_on(&load, "before", &primary);
+    load.goes_on("before", &primary);
     scene.host(0).kill().unwrap();
     let (first, second) = heir(&spares);
-    goes_on(&load, "after the first death", first.1);
+    load.goes_on("after the first death", first.1);
     protected_times(first.1, 1);
-    goes_on(&load, "protected again", first.1);
+    load.goes_on("protected again", first.1);
     scene.host(first.0).kill().unwrap();
     Engine::taken_over(second).unwrap();
-    goes_on(&load, "after the second death", second);
-    unnoticed(load);
+    load.goes_on("after the second death", second);
+    load.noticed_nothing();
 }
 
 /// The spare that has taken over, with its host, and the other.
@@ -366,15 +335,15 @@ fn no_client_notices_that_the_guest_is_killed() {
     let spare = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
     let primary = scene.run(&[1]);
     Engine::protected(&primary).unwrap();
-    let load = load(&scene, (SERVICE_V4, PORT).into(), 64);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, (SERVICE_V4, PORT).into(), 6, 64);
+    load.goes_on("before", &primary);
     await_ready(&scene, &primary, 1);
     signal_redis(&primary, Signal::SIGKILL);
     if let Err(error) = Engine::taken_over(&spare) {
         panic!("{error}\nprimary: {}", primary.said());
     }
-    goes_on(&load, "after the kill", &spare);
-    unnoticed(load);
+    load.goes_on("after the kill", &spare);
+    load.noticed_nothing();
 }
 
 /// Has a descriptor that cannot be moved from `break` to `mend`.
@@ -400,15 +369,8 @@ fn output_of_a_guest_that_cannot_be_protected_leaves() {
     Engine::protected(&primary).unwrap();
     await_ready(&scene, &primary, 1);
     let server = SocketAddr::from((SERVICE_V4, PORT));
-    let deadline = Instant::now() + HANG;
-    let connect = move || loop {
-        // It takes one connection, as soon as it listens.
-        match Connection::open(server, HANG, HANG) {
-            Ok(connection) => return connection,
-            Err(error) if Instant::now() > deadline => panic!("{error}"),
-            Err(_) => std::thread::sleep(Duration::from_millis(5)),
-        }
-    };
+    // It takes one connection.
+    let connect = move || Connection::open_when_it_listens(server, HANG).unwrap();
     let mut client = scene.lab.client().inside(connect);
     let mut ask = |text: &str| {
         client.send(format!("{text}\n").as_bytes()).unwrap();
@@ -433,7 +395,7 @@ fn output_without_a_spare_leaves_at_once() {
     let scene = scene(1, false);
     let server = (SERVICE_V4, PORT).into();
     let primary = scene.run(&[]);
-    let load = load(&scene, server, 64);
-    goes_on(&load, "alone", &primary);
-    unnoticed(load);
+    let load = Held::start(&scene, server, 6, 64);
+    load.goes_on("alone", &primary);
+    load.noticed_nothing();
 }

@@ -233,20 +233,6 @@ impl Arbiter {
         self.handle.clone()
     }
 
-    fn desk(&self, node: NodeId) -> Desk {
-        Desk {
-            register: Rc::clone(&self.register),
-            prefix: self.prefix.clone(),
-            key: RefCell::default(),
-            node,
-            lease: Arc::clone(&self.handle.lease),
-            length: self.lease,
-            holds: std::cell::Cell::default(),
-            seen: RefCell::default(),
-            attempt: RefCell::default(),
-        }
-    }
-
     /// Takes a term for a guest that is about to be started, and waits out the lease of whoever
     /// had it before.
     pub fn take_first(
@@ -256,7 +242,8 @@ impl Arbiter {
         holds: Holds,
         reporter: &Reporter,
     ) -> anyhow::Result<Term> {
-        let desk = self.desk(node);
+        let (register, prefix) = (Rc::clone(&self.register), self.prefix.clone());
+        let desk = Desk::new(register, prefix, node, Arc::clone(&self.handle.lease), self.lease);
         desk.set_guest(guest, holds);
         self.handle.guest(guest, holds);
         self.runtime.block_on(async {
@@ -303,17 +290,7 @@ impl Arbiter {
         let register = Rc::into_inner(register).context("the arbiter is in use")?;
         let serve = move || {
             let register = Rc::new(register);
-            let desk = Desk {
-                register,
-                prefix,
-                key: RefCell::default(),
-                node: agent.node,
-                lease: handle.lease,
-                length: lease,
-                holds: std::cell::Cell::default(),
-                seen: RefCell::default(),
-                attempt: RefCell::default(),
-            };
+            let desk = Desk::new(register, prefix, agent.node, handle.lease, lease);
             runtime.block_on(async {
                 tokio::join!(desk.work(asks, &agent), desk.watch(&agent));
             });
@@ -356,6 +333,26 @@ struct Desk {
 }
 
 impl Desk {
+    fn new(
+        register: Rc<Register>,
+        prefix: String,
+        node: NodeId,
+        lease: Arc<Lease>,
+        length: Duration,
+    ) -> Self {
+        Self {
+            register,
+            prefix,
+            key: RefCell::default(),
+            node,
+            lease,
+            length,
+            holds: std::cell::Cell::default(),
+            seen: RefCell::default(),
+            attempt: RefCell::default(),
+        }
+    }
+
     fn set_guest(&self, name: &str, holds: Holds) {
         let key = Some(format!("{}/{name}", self.prefix));
         self.holds.set(holds);

@@ -10,10 +10,8 @@ use std::process::Command;
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use hotspare_torture::chain::{Scene, await_ready, says, takeovers};
-use hotspare_torture::clients::{
-    Connection, Load, Outcome, Pace, Protocol, StoreLane, StorePlan, verify,
-};
+use hotspare_torture::chain::{Held, Scene, await_ready, says, takeovers};
+use hotspare_torture::clients::Connection;
 use hotspare_torture::clock::Instant;
 use hotspare_torture::lab::{Host, LAB_DIR, Lab, Process, SERVICE_CIDR, SERVICE_V4};
 use hotspare_torture::protected::{Engine, HANG};
@@ -29,8 +27,6 @@ const EPOCH: Duration = Duration::from_millis(100);
 const PORT: u16 = 6379;
 /// Of `--arbiter etcd://…`.
 const LEASE: Duration = Duration::from_secs(1);
-/// Load before and after what happens.
-const CALM: Duration = Duration::from_millis(500);
 /// What is looked at is not how long it takes.
 const PATIENT: [&str; 2] = ["--silence", "500ms"];
 
@@ -57,30 +53,6 @@ fn protect(scene: &mut Scene, place: &str) -> (Process, Process) {
     Engine::protected(&primary).unwrap_or_else(|e| panic!("{e}\nspare: {}", spare.said()));
     await_ready(scene, &primary, 1);
     (primary, spare)
-}
-
-fn load(scene: &Scene) -> Load<StoreLane> {
-    let pace = Pace { rate_per_s: 300.0, lanes: 4, reply_at_most: HANG, connect_at_most: HANG };
-    let plan =
-        StorePlan { protocol: Protocol::Redis, keys: 100, value_bytes: 64, writes: 0.5, seed: 7 };
-    let server = SocketAddr::from((SERVICE_V4, PORT));
-    Load::start(scene.lab.client(), server, pace, plan.sessions(pace.lanes), HANG)
-}
-
-fn goes_on(load: &Load<StoreLane>, what: &str, process: &Process) {
-    let now = Instant::now();
-    assert!(load.answered_after(now, HANG), "{what}: no answer\n{}", process.said());
-    (Instant::now() + CALM).sleep_until();
-}
-
-/// Ends the load; nothing may have happened to it.
-fn unnoticed(load: Load<StoreLane>) {
-    let lanes = load.finish();
-    let verdict = verify(&lanes, None);
-    assert_eq!(verdict.wrongs, Vec::<String>::new());
-    assert_eq!(lanes.iter().map(|lane| lane.reconnects).sum::<u64>(), 0, "connections broke");
-    let replies = lanes.iter().flat_map(|lane| &lane.replies);
-    assert_eq!(replies.filter(|reply| reply.outcome != Outcome::Good).count(), 0);
 }
 
 /// Counts packets that leave a host with the guest's address.
@@ -116,12 +88,12 @@ fn no_client_notices_the_death_of_the_primary() {
     let host = scene.lab.host(2).clone();
     let etcd = Etcd::start(&host);
     let (primary, spare) = protect(&mut scene, &etcd.place());
-    let load = load(&scene);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, (SERVICE_V4, PORT).into(), 4, 64);
+    load.goes_on("before", &primary);
     scene.host(0).kill().unwrap();
     Engine::taken_over(&spare).unwrap();
-    goes_on(&load, "after the death", &spare);
-    unnoticed(load);
+    load.goes_on("after the death", &spare);
+    load.noticed_nothing();
     let record = etcd.record("redis");
     assert_eq!((&record["term"], &record["at_once"]), (&2.into(), &true.into()), "{record}");
 }
@@ -133,20 +105,20 @@ fn no_client_notices_a_pause_of_the_protection() {
     let host = scene.lab.host(2).clone();
     let etcd = Etcd::start(&host);
     let (primary, spare) = protect(&mut scene, &etcd.place());
-    let load = load(&scene);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, (SERVICE_V4, PORT).into(), 4, 64);
+    load.goes_on("before", &primary);
     let said = scene.hotspare(0, &["pause"]);
     assert!(said.is_ok(), "{said:?}\n{}", primary.said());
-    goes_on(&load, "paused", &primary);
+    load.goes_on("paused", &primary);
     assert_eq!(takeovers(&spare), 0, "{}", spare.said());
     let said = scene.hotspare(0, &["resume"]);
     assert!(said.is_ok(), "{said:?}\n{}", primary.said());
     await_ready(&scene, &primary, 1);
-    goes_on(&load, "resumed", &primary);
+    load.goes_on("resumed", &primary);
     scene.host(0).kill().unwrap();
     Engine::taken_over(&spare).unwrap();
-    goes_on(&load, "after the death", &spare);
-    unnoticed(load);
+    load.goes_on("after the death", &spare);
+    load.noticed_nothing();
 }
 
 /// The spare may speak only when the arbiter knows that the old primary does not want it back.
@@ -156,12 +128,12 @@ fn no_client_notices_a_switchover() {
     let host = scene.lab.host(2).clone();
     let etcd = Etcd::start(&host);
     let (primary, spare) = protect(&mut scene, &etcd.place());
-    let load = load(&scene);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, (SERVICE_V4, PORT).into(), 4, 64);
+    load.goes_on("before", &primary);
     let said = scene.hotspare(0, &["switchover"]);
     assert!(said.is_ok(), "{said:?}\n{}\n{}", primary.said(), spare.said());
-    goes_on(&load, "after the switchover", &spare);
-    unnoticed(load);
+    load.goes_on("after the switchover", &spare);
+    load.noticed_nothing();
     let record = etcd.record("redis");
     assert_eq!((&record["term"], record["heirs"].as_array().map(Vec::len)), (&2.into(), Some(0)));
 }
@@ -202,16 +174,8 @@ fn the_last_words_of_a_guest_reach_its_client() {
     await_ready(&scene, &primary, 1);
     let server = SocketAddr::from((SERVICE_V4, PORT));
     let answer = scene.lab.client().inside(move || {
-        let deadline = Instant::now() + HANG;
-        let mut connection = loop {
-            // It takes one connection, as soon as it listens.
-            match Connection::open(server, HANG, HANG) {
-                Err(_) if Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                opened => break opened?,
-            }
-        };
+        // It takes one connection.
+        let mut connection = Connection::open_when_it_listens(server, HANG)?;
         connection.send(b"last words\n")?;
         connection.line().map(<[u8]>::to_vec)
     });
@@ -234,23 +198,23 @@ fn a_stopped_agent(guarantee: &str, path: &str) {
     let etcd = Etcd::start(&host);
     let (primary, spare) = protect(&mut scene, &etcd.place());
     let counter = Counter::new(scene.host(0));
-    let load = load(&scene);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, (SERVICE_V4, PORT).into(), 4, 64);
+    load.goes_on("before", &primary);
     let speaking = counter.packets();
     // Through the spare little leaves here: what clients say before that is in the path.
     assert!(speaking > 0 || path == "spare", "the counter counts nothing");
     primary.signal(Signal::SIGSTOP).unwrap();
     Engine::taken_over(&spare).unwrap();
-    goes_on(&load, "after the takeover", &spare);
+    load.goes_on("after the takeover", &spare);
     (Instant::now() + LEASE).sleep_until();
     let stopped = counter.packets();
     primary.signal(Signal::SIGCONT).unwrap();
     says(&primary, "another host has taken over (term 2)");
     assert_eq!(primary.wait(HANG).unwrap().code(), Some(75), "{}", primary.said());
     assert_eq!(counter.packets(), stopped, "packets left the host: {}", primary.said());
-    goes_on(&load, "after it woke up", &spare);
+    load.goes_on("after it woke up", &spare);
     if guarantee == "output-commit" {
-        unnoticed(load);
+        load.noticed_nothing();
     }
 }
 
@@ -275,10 +239,10 @@ fn a_cut_link(guarantee: &str) {
     let host = scene.lab.host(2).clone();
     let etcd = Etcd::start(&host);
     let (primary, spare) = protect(&mut scene, &etcd.place());
-    let load = load(&scene);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, (SERVICE_V4, PORT).into(), 4, 64);
+    load.goes_on("before", &primary);
     cut(&scene, 0, 1);
-    goes_on(&load, "after the cut", &primary);
+    load.goes_on("after the cut", &primary);
     // Whoever has lost knows it.
     let deadline = Instant::now() + HANG;
     let heir = loop {
@@ -295,9 +259,9 @@ fn a_cut_link(guarantee: &str) {
     } else {
         assert_eq!(primary.try_wait().and_then(|status| status.code()), Some(75));
     }
-    goes_on(&load, "in the end", heir);
+    load.goes_on("in the end", heir);
     if guarantee == "output-commit" {
-        unnoticed(load);
+        load.noticed_nothing();
     }
 }
 
@@ -319,13 +283,13 @@ fn a_primary_that_is_cut_off_from_all_is_silent_and_the_spare_goes_on() {
     let etcd = Etcd::start(&host);
     let (primary, spare) = protect(&mut scene, &etcd.place());
     let counter = Counter::new(scene.host(0));
-    let load = load(&scene);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, (SERVICE_V4, PORT).into(), 4, 64);
+    load.goes_on("before", &primary);
     cut(&scene, 0, 1);
     cut(&scene, 0, 2);
     let (_, at) = Engine::taken_over(&spare).unwrap();
     let then = counter.packets();
-    goes_on(&load, "after the takeover", &spare);
+    load.goes_on("after the takeover", &spare);
     assert_eq!(counter.packets(), then, "the old primary speaks on");
     says(&primary, "THE LEASE IS OVER");
     let over = |line: &hotspare_torture::lab::Line| {
@@ -343,11 +307,11 @@ fn while_the_spare_acknowledges_the_guest_goes_on_without_the_arbiter() {
     let host = scene.lab.host(2).clone();
     let mut etcd = Etcd::start(&host);
     let (primary, spare) = protect(&mut scene, &etcd.place());
-    let load = load(&scene);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, (SERVICE_V4, PORT).into(), 4, 64);
+    load.goes_on("before", &primary);
     etcd.kill();
     (Instant::now() + LEASE * 2).sleep_until();
-    goes_on(&load, "without the arbiter", &primary);
+    load.goes_on("without the arbiter", &primary);
     says(&primary, "THE ARBITER DOES NOT ANSWER");
     // Nobody can say now that the spare will not take over.
     scene.host(1).kill().unwrap();
@@ -355,11 +319,11 @@ fn while_the_spare_acknowledges_the_guest_goes_on_without_the_arbiter() {
     let waiting = Instant::now();
     assert!(!load.answered_after(waiting, LEASE), "it speaks alone: {}", primary.said());
     etcd.start_again();
-    goes_on(&load, "with the arbiter again", &primary);
+    load.goes_on("with the arbiter again", &primary);
     says(&primary, "the arbiter answers again");
     assert_eq!(etcd.record("redis")["term"], 1);
     drop(spare);
-    unnoticed(load);
+    load.noticed_nothing();
 }
 
 /// Words of `hotspare run` for a guest that does nothing for so long.
@@ -422,12 +386,12 @@ fn a_failover_with_s3() {
     let place = store.place("terms");
     scene.engine.binary = with_keys();
     let (primary, spare) = protect(&mut scene, &place);
-    let load = load(&scene);
-    goes_on(&load, "before", &primary);
+    let load = Held::start(&scene, (SERVICE_V4, PORT).into(), 4, 64);
+    load.goes_on("before", &primary);
     scene.host(0).kill().unwrap();
     Engine::taken_over(&spare).unwrap();
-    goes_on(&load, "after the death", &spare);
-    unnoticed(load);
+    load.goes_on("after the death", &spare);
+    load.noticed_nothing();
 }
 
 fn run(host: &Host, words: &[String], environment: &[(&str, &str)]) -> Result<String, String> {

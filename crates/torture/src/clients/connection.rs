@@ -50,6 +50,22 @@ impl Connection {
         Ok(Connection { stream, buffer: Vec::new(), taken: 0, reply_at_most, deadline })
     }
 
+    /// Connects as soon as the server listens; gives up after `at_most`.
+    pub fn open_when_it_listens(
+        server: SocketAddr,
+        at_most: Duration,
+    ) -> Result<Connection, ClientError> {
+        let deadline = Instant::now() + at_most;
+        loop {
+            match Connection::open(server, at_most, at_most) {
+                Err(_) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                opened => return opened,
+            }
+        }
+    }
+
     /// Sends a request. The reply is due `reply_at_most` from now.
     pub fn send(&mut self, request: &[u8]) -> Result<(), ClientError> {
         self.deadline = Instant::now() + self.reply_at_most;
