@@ -223,7 +223,7 @@ impl Hold {
             self.add(&answer, Instant::now());
             return false;
         }
-        self.outlet.is_none() || self.threshold.enters(packet, self.handshakes.has_room())
+        self.outlet.is_none() || self.threshold.enters(packet, || self.handshakes.has_room())
     }
 
     /// The next packet that may leave, and what covers it.

@@ -219,9 +219,9 @@ pub enum Fate {
 }
 
 impl Threshold {
-    /// A packet enters the guest; false if it must not. A SYN that is not to be `kept` is the
-    /// kernel's alone.
-    pub fn enters(&mut self, packet: &[u8], kept: bool) -> bool {
+    /// A packet enters the guest; false if it must not. What a SYN leads to `may_wait` here; else
+    /// it is the kernel's alone.
+    pub fn enters(&mut self, packet: &[u8], may_wait: impl FnOnce() -> bool) -> bool {
         let Some(segment) = segment(packet) else { return true };
         let ends = (segment.to, segment.from);
         if asks(&segment) {
@@ -230,7 +230,7 @@ impl Threshold {
             }
             self.pending.remove(&ends);
             let since = Instant::now();
-            if kept && has_room(&mut self.asked, since, |syn| syn.since) {
+            if may_wait() && has_room(&mut self.asked, since, |syn| syn.since) {
                 let scale = u32::from(window_scale(packet).unwrap_or(0).min(14));
                 let window = u32::from(segment.window);
                 self.asked.insert(ends, Syn { window, scale, since });
@@ -371,10 +371,10 @@ mod tests {
     #[test]
     fn a_syn_ack_waits_for_a_checkpoint_with_its_connection() {
         let (mut threshold, now) = (Threshold::default(), Instant::now());
-        assert!(threshold.enters(&syn(), true));
+        assert!(threshold.enters(&syn(), || true));
         let Fate::Answered(answer) = threshold.leaves(&syn_ack(), now) else { panic!("passes") };
         assert_eq!(*answer, *packet_with_window(8, 91, 64_000));
-        assert!(!threshold.enters(&syn(), true), "the guest knows");
+        assert!(!threshold.enters(&syn(), || true), "the guest knows");
         let banner = packet(true, flag::ACK, 91, 8);
         assert_eq!(threshold.leaves(&banner, now), Fate::Kept);
         assert!(threshold.covered(std::iter::empty()).is_empty());
@@ -394,16 +394,16 @@ mod tests {
     #[test]
     fn nobody_waits_for_a_guest_that_does_not_accept_or_closes() {
         let (mut threshold, now) = (Threshold::default(), Instant::now());
-        threshold.enters(&syn(), true);
+        threshold.enters(&syn(), || true);
         threshold.leaves(&syn_ack(), now);
         assert!(threshold.give_up(Some(now)).is_empty());
         assert_eq!(threshold.give_up(Some(now + PATIENCE)), [Box::from(&*syn_ack())]);
-        threshold.enters(&syn(), true);
+        threshold.enters(&syn(), || true);
         threshold.leaves(&syn_ack(), now);
         let fin = packet(true, flag::FIN | flag::ACK, 91, 8);
         assert_eq!(threshold.leaves(&fin, now), Fate::Releases(vec![Box::from(&*syn_ack())]));
         threshold.set_deferring(vec![80]);
-        threshold.enters(&syn(), true);
+        threshold.enters(&syn(), || true);
         assert_eq!(threshold.leaves(&syn_ack(), now), Fate::Passes);
     }
 
@@ -429,7 +429,7 @@ mod tests {
             let kept = handshakes.has_room();
             assert_eq!(kept, client < CLIENTS_MAX);
             handshakes.came(1, &syn);
-            assert!(threshold.enters(&syn, kept));
+            assert!(threshold.enters(&syn, || kept));
             let fate = threshold.leaves(&agreed, Instant::now());
             assert_eq!(matches!(fate, Fate::Answered(_)), kept);
             handshakes.left(&agreed);
@@ -441,7 +441,7 @@ mod tests {
     fn a_guest_that_calls_somebody_is_left_alone() {
         let (mut threshold, now) = (Threshold::default(), Instant::now());
         assert_eq!(threshold.leaves(&packet(true, flag::SYN, 1, 0), now), Fate::Passes);
-        assert!(threshold.enters(&packet(false, flag::SYN | flag::ACK, 5, 2), true));
+        assert!(threshold.enters(&packet(false, flag::SYN | flag::ACK, 5, 2), || true));
         assert_eq!(threshold.leaves(&packet(true, flag::ACK, 2, 6), now), Fate::Passes);
     }
 
