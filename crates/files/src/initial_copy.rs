@@ -65,10 +65,17 @@ pub struct InitialCopy {
 
 impl InitialCopy {
     pub(crate) fn new(shared: Arc<Shared>, mark: CopyMark) -> InitialCopy {
+        InitialCopy::begin(shared, mark, true)
+    }
+
+    /// `logs` where the log is to say which changes are part of the names.
+    pub(crate) fn begin(shared: Arc<Shared>, mark: CopyMark, logs: bool) -> InitialCopy {
         let (originals, next_inode) = {
             // Names cannot change while the tree is locked, nor can their changes be logged.
             let tree = shared.store.tree();
-            shared.log.mark(mark);
+            if logs {
+                shared.log.mark(mark);
+            }
             (parents_first(&tree), InodeNumber(tree.next))
         };
         let ready = VecDeque::from([FileChange::CopyBegin { mark, next_inode }]);

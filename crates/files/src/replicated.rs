@@ -128,6 +128,19 @@ impl ReplicatedDir {
         InitialCopy::new(self.shared.clone(), mark)
     }
 
+    /// A copy of a spare's directory as it is after the sets applied so far, for one that takes
+    /// part from then on. Whoever takes it needs its first chunk, then the chunk of changes that comes
+    /// with it, then in any order relative to its other chunks those of every set applied from now
+    /// on. No set may be half applied when this is called.
+    pub fn copy_of_spare(&self) -> Result<(InitialCopy, Vec<u8>), FilesError> {
+        let mark = CopyMark(self.marks.fetch_add(1, Ordering::AcqRel));
+        let copy = InitialCopy::begin(self.shared.clone(), mark, false);
+        let mut first = self.staging();
+        first.push(FileChange::Mark { mark });
+        let chunk = first.chunks(1).next();
+        Ok((copy, chunk.unwrap_or_else(|| Ok(Vec::new()))?))
+    }
+
     /// Stops recording: there is no spare. The next one begins with an initial copy.
     pub fn stop_recording(&self) {
         self.shared.log.stop();

@@ -415,6 +415,16 @@ impl Drop for ServiceNetwork {
     }
 }
 
+/// Gives a namespace the service address on an interface that leads nowhere, as long as the result
+/// lives: whoever is inside reaches the address, and nothing gets out.
+pub fn isolate(guest: BorrowedFd<'_>, service: ServiceAddress) -> Result<Tun> {
+    let nowhere =
+        within(guest, || Tun::create(GUEST_LINK).map_err(doing("make the guest's interface")))?;
+    let uplink = Uplink::Gated { parent: String::new() };
+    within(guest, || build_guest(&service, &uplink))?;
+    Ok(nowhere)
+}
+
 /// Both interfaces, down, and the gate between them.
 fn gate(guest: BorrowedFd<'_>, service: IpAddr, host_name: &str) -> Result<Gate> {
     let inner =

@@ -26,6 +26,7 @@ use crate::history::{History, What};
 use crate::join::BackOff;
 use crate::mailbox::{Mailbox, Place};
 use crate::metrics::{HeartMeter, Meters};
+use crate::rehearsal::{self, Plan, RehearsalId, Step};
 use crate::report::Reporter;
 use crate::settings::Settings;
 use crate::switchover::Asker;
@@ -73,6 +74,10 @@ pub enum Message {
     },
     /// To be set: whoever asks wants to know that the owner lives.
     Alive(Arc<AtomicBool>),
+    /// A copy of the ghost is to be tried.
+    Rehearse(Plan, rehearsal::Answer),
+    /// The rehearsal wants something.
+    Rehearsal(RehearsalId, Step),
 }
 
 /// Which of the streams this program has had with others. A newer one of the same peer replaces
@@ -229,6 +234,8 @@ pub struct Face {
     pub stands: Option<Stands>,
     /// Of a spare: checkpoints that have come and were not acknowledged at once.
     pub late: usize,
+    /// Of a spare: whose ghost it has.
+    pub ghost_of: Option<String>,
 }
 
 impl Face {
@@ -257,6 +264,7 @@ impl Face {
             callers: None,
             stands: None,
             late: 0,
+            ghost_of: None,
         }
     }
 
@@ -422,6 +430,7 @@ impl Agent {
             paused: face.paused,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             arbiter: self.arbiter.as_ref().map(|arbiter| arbiter.identity.to_string()),
+            ghost_of: face.ghost_of.clone().filter(|_| face.role == HostRole::Spare),
             lease_ms: self.arbiter.as_ref().map(|arbiter| arbiter.lease.rest().as_millis() as u64),
         }
     }

@@ -26,6 +26,7 @@ use crate::metrics;
 use crate::output;
 use crate::preflight;
 use crate::primary::Primary;
+use crate::rehearsal::{Plan, keep_rehearsing};
 use crate::report::Reporter;
 use crate::service;
 use crate::settings::{FileRule, Guarantee, PacketPath, Settings, answers_already};
@@ -96,6 +97,21 @@ enum Command {
         /// Which guest, where several run on this host.
         #[arg(long)]
         guest: Option<String>,
+        #[command(flatten)]
+        place: control::Where,
+    },
+    /// Try the spare of this host: let a copy of its ghost run for a moment, cut off from the
+    /// world, run a probe against it, and throw it away. The ghost itself is not touched.
+    #[command(after_help = help::REHEARSE)]
+    Rehearse {
+        /// Which guest's, where several spares run on this host.
+        #[arg(long)]
+        guest: Option<String>,
+        #[command(flatten)]
+        trial: Trial,
+        /// One JSON object.
+        #[arg(long)]
+        json: bool,
         #[command(flatten)]
         place: control::Where,
     },
@@ -271,6 +287,33 @@ struct RunArguments {
     command: Vec<String>,
 }
 
+/// What a rehearsal tries.
+#[derive(Debug, Args)]
+struct Trial {
+    /// A command for `sh -c` that succeeds if the copy does its work. It runs as root inside of the
+    /// copy's namespaces: it reaches the guest's address and files, and nothing else, and has
+    /// HOTSPARE_ADDRESS, HOTSPARE_GUEST and HOTSPARE_EPOCH.
+    #[arg(long, value_name = "COMMAND")]
+    probe: Option<String>,
+    /// How long the copy runs at least.
+    #[arg(long = "for", value_name = "TIME", default_value = "1s", value_parser = long_duration)]
+    run: Duration,
+    /// How long the probe may take.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = long_duration)]
+    patience: Duration,
+    /// Directory on this host for the copies of replicated directories, which are made in memory
+    /// otherwise.
+    #[arg(long, value_name = "DIR")]
+    scratch: Option<PathBuf>,
+}
+
+impl Trial {
+    fn plan(self) -> Plan {
+        let Self { probe, run, patience, scratch } = self;
+        Plan { probe, run, patience, scratch }
+    }
+}
+
 #[derive(Debug, Args)]
 struct SpareArguments {
     #[command(flatten)]
@@ -282,6 +325,12 @@ struct SpareArguments {
     /// A primary to dial instead of waiting for one (HOST:PORT).
     #[arg(long)]
     join: Option<String>,
+    /// Try the spare this often, as in 10m: see `hotspare rehearse`, whose options are the
+    /// following four.
+    #[arg(long, value_name = "TIME", value_parser = long_duration)]
+    rehearse: Option<Duration>,
+    #[command(flatten)]
+    trial: Trial,
 }
 
 /// Three heartbeats are the least.
@@ -329,6 +378,19 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_secs_f64(seconds))
 }
 
+/// Times of people: also minutes and hours.
+fn long_duration(text: &str) -> Result<Duration, String> {
+    let minutes = text.strip_suffix('m').map(|number| (number, 60.0));
+    let hours = text.strip_suffix('h').map(|number| (number, 3600.0));
+    let Some((number, factor)) = minutes.or(hours) else { return duration(text) };
+    let number: f64 = number.parse().map_err(|_| format!("{text:?} is not a time, as in 10m"))?;
+    let seconds = number * factor;
+    if !(1.0..=7.0 * 86_400.0).contains(&seconds) {
+        return Err(format!("{text:?} is out of range: up to 168h"));
+    }
+    Ok(Duration::from_secs_f64(seconds))
+}
+
 /// `HOTSPARE_LOG`. Where it is silent: errors, but none of the FUSE library, which complains of
 /// every call whose caller was killed.
 fn log_filter() -> tracing_subscriber::EnvFilter {
@@ -354,6 +416,9 @@ pub fn run(cli: Cli) -> anyhow::Result<u8> {
             control::events(&place, guest.as_deref(), epochs, json)
         }
         Command::Switchover { guest, place } => control::switchover(&place, guest.as_deref()),
+        Command::Rehearse { guest, trial, json, place } => {
+            control::rehearse(&place, guest.as_deref(), trial.plan(), json)
+        }
         Command::Pause { guest, reason, place } => {
             control::protection(&place, guest.as_deref(), false, &reason)
         }
@@ -541,6 +606,9 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
     // Whoever joins it when it is primary has to find it.
     agent.listen(listener)?;
     keep_joining(&agent, arguments.join.clone())?;
+    if let Some(interval) = arguments.rehearse {
+        keep_rehearsing(&agent, interval, arguments.trial.plan())?;
+    }
     tell_others(&agent, metrics)?;
     let ended = spare.run();
     agent.history.flush();
@@ -571,6 +639,12 @@ mod tests {
         assert_eq!(duration("2s"), Ok(Duration::from_secs(2)));
         for wrong in ["100", "ms", "0ms", "2h"] {
             assert!(duration(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(long_duration("10m"), Ok(Duration::from_secs(600)));
+        assert_eq!(long_duration("2h"), Ok(Duration::from_secs(7200)));
+        assert_eq!(long_duration("500ms"), Ok(Duration::from_millis(500)));
+        for wrong in ["m", "0m", "200h", "1d"] {
+            assert!(long_duration(wrong).is_err(), "{wrong}");
         }
     }
 

@@ -25,7 +25,7 @@ use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::transport::Server;
 
 pub use self::commands::{
-    Where, columns, events, history, protection, require_free_name, status, switchover,
+    Where, columns, events, history, protection, rehearse, require_free_name, status, switchover,
 };
 use self::service::Service;
 use crate::agent::Agent;

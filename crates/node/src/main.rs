@@ -28,6 +28,7 @@ mod patience;
 mod paused;
 mod preflight;
 mod primary;
+mod rehearsal;
 mod report;
 mod service;
 mod settings;
@@ -53,6 +54,18 @@ fn main() -> ExitCode {
             eprintln!("hotspare init: {error}");
         }
         return ExitCode::FAILURE;
+    }
+    if let [command, socket, agent] = &words[..]
+        && command == "rehearsal"
+        && let (Ok(socket), Ok(agent)) = (socket.parse(), agent.parse())
+    {
+        return match rehearsal::stage::main(socket, agent) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("hotspare rehearsal: {error:#}");
+                ExitCode::FAILURE
+            }
+        };
     }
     let answer = hotspare_kernel::news::block_child_signals()
         .map_err(anyhow::Error::from)

@@ -47,7 +47,11 @@ Examples:
 
   Move a cloud address at a takeover:
     hotspare spare --listen 0.0.0.0:7070 --keys keys/ --name beta \\
-        --takeover-hook '/usr/local/bin/move-address \"$HOTSPARE_ADDRESS\"'";
+        --takeover-hook '/usr/local/bin/move-address \"$HOTSPARE_ADDRESS\"'
+
+  Try it every ten minutes, and let Prometheus see how that goes:
+    hotspare spare --listen 0.0.0.0:7070 --keys keys/ --name beta --metrics 9707 \\
+        --rehearse 10m --probe 'redis-cli -h $HOTSPARE_ADDRESS ping'";
 
     /// Of `check`.
     pub const CHECK: &str = "\
@@ -77,6 +81,17 @@ Examples:
 Example, on the host of the primary:
   hotspare switchover --guest redis
 Exit status: 0 moved, 1 not moved and why.";
+
+    /// Of `rehearse`.
+    pub const REHEARSE: &str = "\
+Examples, on the host of a spare:
+  hotspare rehearse --probe 'redis-cli -h $HOTSPARE_ADDRESS ping | grep -q PONG'
+  hotspare rehearse --for 10s --json | jq .finalise_ms
+  hotspare spare --listen 0.0.0.0:7070 --keys keys/ --name beta \\
+      --rehearse 10m --probe 'curl -fs http://$HOTSPARE_ADDRESS/health'
+
+It takes as much memory as the guest once more, while it lasts. Exit status: 0 passed, 1 failed and
+why, 2 nothing was tried (no ghost yet, memory is short, a takeover came first).";
 
     /// Of `events`.
     pub const EVENTS: &str = "\

@@ -9,7 +9,7 @@ mod serve;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use hotspare_cluster::DropCause;
 use hotspare_image::NodeId;
@@ -20,6 +20,7 @@ pub use self::serve::serve;
 use self::page::Page;
 use crate::agent::Agent;
 use crate::history::What;
+use crate::rehearsal::Report;
 use crate::report::EpochLine;
 use crate::settings::Guarantee;
 
@@ -100,6 +101,8 @@ impl Histogram {
 const PAUSE_PARTS: [&str; 7] = ["stop", "scan", "copy", "registers", "objects", "files", "resume"];
 /// Reasons for which something is refused, as labels.
 const REFUSALS: [&str; 5] = ["guest", "late", "switchover", "takeover", "ghost"];
+/// What becomes of rehearsals, as labels.
+const REHEARSALS: [&str; 3] = ["passed", "failed", "given-up"];
 /// Causes for which a spare is dropped, as labels.
 const DROPS: [&str; 3] = ["silent", "never-heard", "new-term"];
 
@@ -132,6 +135,14 @@ pub struct Meters {
     pub unwritten: Counter,
     /// `CLOCK_MONOTONIC` of the newest checkpoint that a spare has, ns; 0 if there is none.
     newest_ns: Counter,
+    rehearsals: [Counter; 3],
+    /// Time of day of the last rehearsal, and of the last that passed; 0: none.
+    rehearsed_ms: Counter,
+    rehearsal_passed_ms: Counter,
+    rehearsal_failed: Counter,
+    rehearsal_finalise_us: Counter,
+    /// How often there is to be one, ms; 0: only when asked for.
+    pub rehearsal_interval: Counter,
 }
 
 impl Default for Meters {
@@ -160,6 +171,12 @@ impl Default for Meters {
             progress: counter(),
             unwritten: counter(),
             newest_ns: counter(),
+            rehearsals: Default::default(),
+            rehearsed_ms: counter(),
+            rehearsal_passed_ms: counter(),
+            rehearsal_failed: counter(),
+            rehearsal_finalise_us: counter(),
+            rehearsal_interval: counter(),
         }
     }
 }
@@ -212,6 +229,8 @@ impl Meters {
             What::NotSwitched { .. } => 2,
             What::TakeoverFailed { .. } => 3,
             What::Abandoned { .. } => 4,
+            What::Rehearsed(report) => return self.rehearsed(report),
+            What::NotRehearsed { .. } => return self.rehearsals[2].add(1),
             What::Started
             | What::Protected
             | What::Unprotected { .. }
@@ -223,6 +242,17 @@ impl Meters {
             | What::Ended { .. } => return,
         };
         self.refusals[refusal].add(1);
+    }
+
+    fn rehearsed(&self, report: &Report) {
+        self.rehearsals[usize::from(!report.passed)].add(1);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.rehearsed_ms.set(now.as_millis() as u64);
+        if report.passed {
+            self.rehearsal_passed_ms.set(now.as_millis() as u64);
+        }
+        self.rehearsal_failed.set(u64::from(!report.passed));
+        self.rehearsal_finalise_us.set((report.finalise_ms * 1000.0) as u64);
     }
 
     /// A spare is dropped.
@@ -275,6 +305,7 @@ impl Agent {
         self.standing(&mut page);
         self.meters.checkpoints(&mut page);
         self.meters.takeovers(&mut page);
+        self.meters.rehearsed_so_far(&mut page);
         page.0
     }
 
@@ -437,6 +468,52 @@ impl Meters {
         page.head(name, "counter", "Spares that the primary has dropped.");
         for (cause, counter) in DROPS.iter().zip(&self.drops) {
             page.value(name, &[("cause", cause)], counter.get() as f64);
+        }
+    }
+}
+
+impl Meters {
+    fn rehearsed_so_far(&self, page: &mut Page) {
+        let name = "hotspare_rehearsals_total";
+        page.head(name, "counter", "Of a spare: rehearsals, by what became of them.");
+        for (result, counter) in REHEARSALS.iter().zip(&self.rehearsals) {
+            page.value(name, &[("result", result)], counter.get() as f64);
+        }
+        let passed = 1.0 - self.rehearsal_failed.get() as f64;
+        let seconds = |counter: &Counter| counter.get() as f64 / 1e3;
+        let took = self.rehearsal_finalise_us.get() as f64 / 1e6;
+        let any = self.rehearsed_ms.get() > 0;
+        for (name, help, value, there) in [
+            ("hotspare_rehearsal_passed", "1 if the last rehearsal passed.", passed, any),
+            (
+                "hotspare_rehearsal_finalise_seconds",
+                "What the last rehearsal took from the last checkpoint until its copy could run.",
+                took,
+                any,
+            ),
+            (
+                "hotspare_rehearsal_last_timestamp_seconds",
+                "When the last rehearsal was.",
+                seconds(&self.rehearsed_ms),
+                any,
+            ),
+            (
+                "hotspare_rehearsal_last_success_timestamp_seconds",
+                "When the last rehearsal was that passed.",
+                seconds(&self.rehearsal_passed_ms),
+                self.rehearsal_passed_ms.get() > 0,
+            ),
+            (
+                "hotspare_rehearsal_interval_seconds",
+                "How often there is to be a rehearsal; 0: only when asked for.",
+                seconds(&self.rehearsal_interval),
+                true,
+            ),
+        ] {
+            page.head(name, "gauge", help);
+            if there {
+                page.value(name, &[], value);
+            }
         }
     }
 }

@@ -259,7 +259,12 @@ impl Primary {
             Message::Switchover(asker) => self.switchover_asked(asker),
             Message::Protect { wanted, reason, answer } => self.protect(wanted, &reason, answer),
             Message::Alive(answer) => answer.store(true, Ordering::Relaxed),
-            Message::Heard(_)
+            Message::Rehearse(_, answer) => {
+                let why = "this host runs the guest: ask on the host of a spare";
+                let _ = answer.send(Err(why.into()));
+            }
+            Message::Rehearsal(..)
+            | Message::Heard(_)
             | Message::Offered(..)
             | Message::Joined(_)
             | Message::Checkpoint(_)

@@ -33,6 +33,7 @@ use crate::mailbox::{Inbox, Place, Room};
 use crate::metrics::Counter;
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY};
 use crate::path::Standing;
+use crate::rehearsal::Rehearsal;
 use crate::settings::Settings;
 use crate::{facts, takeover};
 
@@ -253,6 +254,8 @@ pub struct Spare {
     pub offered: Option<Term>,
     /// When the last checkpoint was here.
     pub staged: Option<Instant>,
+    /// Rehearsals so far.
+    pub rehearsals: u64,
     over: Option<String>,
     /// The guest has ended; what becomes of its primary concerns nobody.
     is_over: bool,
@@ -278,6 +281,8 @@ pub struct Held {
     pub settings: Settings,
     /// Mount points of the replicated directories.
     pub mounts: Mounts,
+    /// A copy of the ghost is made, or runs.
+    pub rehearsal: Option<Rehearsal>,
 }
 
 impl Spare {
@@ -293,6 +298,7 @@ impl Spare {
             suspected: None,
             offered: None,
             staged: None,
+            rehearsals: 0,
             over: None,
             is_over: false,
         }
@@ -306,6 +312,7 @@ impl Spare {
             let mut messages = self.inbox.take().into_iter();
             while let Some(message) = messages.next() {
                 if let Some(decision) = self.handle(message)? {
+                    self.end_rehearsal("this host takes over");
                     self.catch_up(messages);
                     let primary = takeover::take_over(self, decision)?;
                     return primary.run();
@@ -315,7 +322,7 @@ impl Spare {
                 self.agent.reporter.note(&format!("the primary is done: {text}"));
                 self.ghost = None;
                 let mut face = self.agent.face();
-                (face.epoch, face.stands) = (0, None);
+                (face.epoch, face.stands, face.ghost_of) = (0, None, None);
                 drop(face);
                 self.following = None;
                 self.is_over = true;
@@ -371,6 +378,8 @@ impl Spare {
                 let _ = answer.send(Err("this host does not run the guest".into()));
             }
             Message::Alive(answer) => answer.store(true, Ordering::Relaxed),
+            Message::Rehearse(plan, answer) => self.rehearse(plan, answer),
+            Message::Rehearsal(id, step) => self.rehearsal_step(id, &step),
             Message::SpareIn(_)
             | Message::Acknowledged(..)
             | Message::SpareOut(..)
@@ -550,6 +559,7 @@ impl Spare {
         if staged.is_full() {
             self.ghost = None;
             let settings = &self.following.as_ref().context("nobody is followed")?.settings;
+            self.agent.face().ghost_of = Some(settings.guest.clone());
             self.ghost =
                 Some(Held::new(&checkpoint, settings.clone(), self.hook.bridge.as_deref())?);
         }
@@ -564,7 +574,11 @@ impl Spare {
         let mut runs = std::iter::from_fn(|| match staged.next_run() {
             Ok(run) => {
                 progress.add(1);
-                run.map(page_run)
+                let run = run.map(page_run);
+                if let (Some(rehearsal), Some(run)) = (&held.rehearsal, &run) {
+                    rehearsal.run(run);
+                }
+                run
             }
             Err(error) => {
                 failed = Some(error);
@@ -572,7 +586,11 @@ impl Spare {
             }
         });
         held.ghost.apply(checkpoint, &mut runs)?;
-        failed.map_or(Ok(()), |error| Err(error).context("read what was staged"))
+        failed.map_or(Ok(()), |error| Err(error).context("read what was staged"))?;
+        if let Some(rehearsal) = &held.rehearsal {
+            rehearsal.applied(staged.state());
+        }
+        Ok(())
     }
 }
 
@@ -609,7 +627,8 @@ impl Held {
         };
         let relay = network.as_ref().and_then(ServiceNetwork::relay).transpose()?;
         let relay = relay.map(|relay| Standing(Arc::new(relay)));
-        Ok(Self { ghost, offsets, directories, network, relay, settings, mounts })
+        let rehearsal = None;
+        Ok(Self { ghost, offsets, directories, network, relay, settings, mounts, rehearsal })
     }
 
     fn apply_files(
@@ -636,7 +655,12 @@ impl Held {
             let directory = self.directories.get(index).context("an unknown directory")?;
             match head[1] {
                 CHUNK_COPY => directory.copy_chunk(&chunk)?,
-                CHUNK_CHANGES => sets[index].push_chunk(&chunk)?,
+                CHUNK_CHANGES => {
+                    sets[index].push_chunk(&chunk)?;
+                    if let Some(rehearsal) = &self.rehearsal {
+                        rehearsal.changes(head[0], &chunk);
+                    }
+                }
                 other => bail!("an unknown kind of change ({other})"),
             }
         }

@@ -12,10 +12,11 @@ use tonic::{Code, Status};
 use super::DIRECTORY;
 use super::ask::{Agent, PATIENCE, ask};
 use super::proto::{
-    Event, EventsRequest, HistoryRequest, PauseProtectionRequest, ResumeProtectionRequest, Role,
-    StatusRequest, StatusResponse, SwitchoverRequest, event,
+    Event, EventsRequest, HistoryRequest, PauseProtectionRequest, RehearseRequest,
+    ResumeProtectionRequest, Role, StatusRequest, StatusResponse, SwitchoverRequest, event,
 };
 use crate::history;
+use crate::rehearsal::Plan;
 
 /// Exit status of something that could not be done, and the guest goes on as it was.
 const NOT_DONE: u8 = 1;
@@ -57,17 +58,24 @@ impl Where {
     /// The one agent that is meant, of the part that is wanted.
     fn one(&self, guest: Option<&str>, role: Role) -> anyhow::Result<Agent> {
         let mut agents = self.agents()?;
+        let name = |status: &StatusResponse| match role {
+            Role::Spare => status.ghost_of.clone().unwrap_or_default(),
+            Role::Primary | Role::Unspecified => status.guest.clone(),
+        };
         agents.retain(|(_, status)| {
-            status.role() == role && guest.is_none_or(|guest| status.guest == guest)
+            status.role() == role && guest.is_none_or(|guest| name(status) == guest)
         });
-        let names: Vec<_> = agents.iter().map(|(_, status)| status.guest.clone()).collect();
+        let names: Vec<_> = agents.iter().map(|(_, status)| name(status)).collect();
         match agents.pop() {
             Some((agent, _)) if agents.is_empty() => Ok(agent),
             Some(_) => bail!(
-                "{} guests run on this host: name one with --guest ({})",
+                "{} guests are on this host: name one with --guest ({})",
                 names.len(),
                 names.join(", ")
             ),
+            None if role == Role::Spare => {
+                bail!("no such spare runs on this host (`hotspare status`)")
+            }
             None => {
                 bail!("no such guest runs on this host; ask on the primary (`hotspare status`)")
             }
@@ -181,6 +189,7 @@ fn in_json(status: &StatusResponse) -> Value {
         "version": status.version,
         "arbiter": status.arbiter,
         "lease_ms": status.lease_ms,
+        "ghost_of": status.ghost_of,
     })
 }
 
@@ -259,6 +268,34 @@ pub fn switchover(place: &Where, guest: Option<&str>) -> anyhow::Result<u8> {
     };
     eprintln!("hotspare: the guest was not moved: {why}");
     Ok(NOT_DONE)
+}
+
+/// Exit status of a rehearsal that did not come to an end.
+const NOT_TRIED: u8 = 2;
+
+/// `hotspare rehearse`: asks a spare.
+pub fn rehearse(place: &Where, guest: Option<&str>, plan: Plan, json: bool) -> anyhow::Result<u8> {
+    let agent = place.one(guest, Role::Spare)?;
+    let request = RehearseRequest {
+        probe: plan.probe,
+        run_ms: Some(plan.run.as_millis() as u64),
+        patience_ms: Some(plan.patience.as_millis() as u64),
+        scratch: plan.scratch.map(|path| path.to_string_lossy().into_owned()),
+    };
+    let outcome = ask(&agent, async |mut client| client.rehearse(request).await)?;
+    match outcome.map(tonic::Response::into_inner) {
+        Ok(shown) => {
+            match json {
+                true => println!("{}", shown.json),
+                false => print!("{}", shown.text),
+            }
+            Ok(if shown.passed { 0 } else { NOT_DONE })
+        }
+        Err(status) => {
+            eprintln!("hotspare: nothing was tried: {:#}", words(&status));
+            Ok(NOT_TRIED)
+        }
+    }
 }
 
 /// `hotspare pause` and `hotspare resume`.

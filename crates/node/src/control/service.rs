@@ -1,8 +1,10 @@
 //! The agent's end.
 
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::mpsc::Sender;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{mpsc, oneshot};
@@ -13,10 +15,12 @@ use tonic::{Request, Response, Status};
 use super::proto::control_server::Control;
 use super::proto::{
     Event, EventsRequest, HistoryRequest, HistoryResponse, PauseProtectionRequest,
-    PauseProtectionResponse, Record, ResumeProtectionRequest, ResumeProtectionResponse,
-    StatusRequest, StatusResponse, SwitchoverRequest, SwitchoverResponse, event,
+    PauseProtectionResponse, Record, RehearseRequest, RehearseResponse, ResumeProtectionRequest,
+    ResumeProtectionResponse, StatusRequest, StatusResponse, SwitchoverRequest, SwitchoverResponse,
+    event,
 };
 use crate::agent::{Agent, Message};
+use crate::rehearsal::{self, Plan};
 use crate::report::News;
 use crate::switchover::Asker;
 
@@ -97,6 +101,29 @@ impl Control for Service {
             Ok(Err(why)) => Err(Status::failed_precondition(why)),
             Err(_) => Err(ending()),
         }
+    }
+
+    async fn rehearse(&self, request: Request<RehearseRequest>) -> Answer<RehearseResponse> {
+        let asked = request.into_inner();
+        let time = |ms: Option<u64>, usual: Duration| ms.map_or(usual, Duration::from_millis);
+        let plan = Plan {
+            probe: asked.probe,
+            run: time(asked.run_ms, rehearsal::RUN),
+            patience: time(asked.patience_ms, rehearsal::PATIENCE),
+            scratch: asked.scratch.map(PathBuf::from),
+        };
+        if plan.run > rehearsal::LONGEST || plan.patience > rehearsal::LONGEST {
+            return Err(Status::invalid_argument("a rehearsal takes an hour at most"));
+        }
+        let (answer, outcome) = oneshot::channel();
+        self.agent.owner.send(Message::Rehearse(plan, answer));
+        let report = match outcome.await {
+            Ok(outcome) => outcome.map_err(Status::failed_precondition)?,
+            Err(_) => return Err(ending()),
+        };
+        let json = serde_json::to_string(&report).unwrap_or_default();
+        let (passed, text) = (report.passed, report.text());
+        Ok(Response::new(RehearseResponse { passed, text, json }))
     }
 
     async fn pause_protection(

@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use hotspare_image::NodeId;
 use serde::{Deserialize, Serialize};
 
+use crate::rehearsal::Report;
 use crate::report::Failover;
 use crate::settings::Guarantee;
 
@@ -122,6 +123,13 @@ pub enum What {
     Fenced {
         /// What was detected.
         cause: String,
+    },
+    /// A copy of the ghost was let run, cut off, and looked at.
+    Rehearsed(Box<Report>),
+    /// A rehearsal was given up, which says nothing about the ghost.
+    NotRehearsed {
+        /// The reason.
+        why: String,
     },
     /// The guest has ended.
     Ended {
@@ -265,6 +273,8 @@ impl Record {
             }
             What::NotSwitched { why } => format!("no switchover: {why}"),
             What::Fenced { cause } => format!("FENCED, stopped here: {cause}"),
+            What::Rehearsed(report) => report.words(),
+            What::NotRehearsed { why } => format!("a rehearsal was given up: {why}"),
             What::Ended { how, .. } => how.clone(),
         };
         match self.left_out {
@@ -324,6 +334,17 @@ mod tests {
         for part in ["silence", "detect 92.0", "timeline", "checkpoint 17", "41.5 ms", "cut off"] {
             assert!(words.contains(part), "{part}: {words}");
         }
+    }
+
+    #[test]
+    fn a_rehearsal_survives_its_line() {
+        let report = Report { at_epoch: 17, ran_ms: 1000.0, ..Report::default() };
+        let report = report.judge(Some("the probe ended with status 1".into()), 2);
+        let what = What::Rehearsed(Box::new(report));
+        let record = Record::now("beta", NodeId(7), "redis", (2, 17), what);
+        let read: Record = serde_json::from_str(&record.to_line()).unwrap();
+        assert_eq!((read.event().as_str(), &read), ("rehearsed", &record));
+        assert!(record.words().contains("REHEARSAL FAILED: the probe ended"));
     }
 
     #[test]

@@ -25,6 +25,7 @@ use crate::pages::PageRun;
 mod ahead;
 mod attributes;
 mod body;
+pub mod copy;
 mod descriptors;
 mod error;
 mod files;

@@ -111,6 +111,11 @@ impl Guest {
         self.root_status
     }
 
+    /// wait(2) status of a process that has ended, if its parent may still ask for it.
+    pub fn status_of(&self, ended: HostPid) -> Option<i32> {
+        self.ended.get(&ended).map(|ended| ended.status)
+    }
+
     /// Host numbers of the living processes.
     pub fn processes(&self) -> impl Iterator<Item = HostPid> + '_ {
         self.processes.keys().copied()
