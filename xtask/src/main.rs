@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod campaign;
 mod ci;
 mod connections;
 mod fuzz;
@@ -37,6 +38,8 @@ enum Task {
     Guests(guests::GuestArguments),
     /// Kills real programs at random instants
     Kills(kills::KillArguments),
+    /// Kills, cuts off and stops hosts of a server again and again, whose clients must not notice
+    Campaign(campaign::CampaignArguments),
     /// Fails over under clients that look at what becomes of their connections
     Connections(connections::ConnectionArguments),
     /// Runs clusters in simulated time, with faults at random instants
@@ -66,6 +69,7 @@ fn run(task: Task) -> Result<()> {
         Task::Ci(arguments) => ci::ci(&arguments),
         Task::Guests(arguments) => guests::guests(&arguments),
         Task::Kills(arguments) => kills::kills(&arguments),
+        Task::Campaign(arguments) => campaign::campaign(&arguments),
         Task::Connections(arguments) => connections::connections(&arguments),
         Task::Simulate(arguments) => simulate::simulate(&arguments),
         Task::Fuzz(arguments) => fuzz::fuzz(&arguments),

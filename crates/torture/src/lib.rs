@@ -4,12 +4,15 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+pub mod campaign;
 pub mod chain;
 pub mod clients;
 pub mod clock;
 pub mod connections;
 pub mod demo;
 pub mod dice;
+pub mod etcd;
+pub mod fleet;
 pub mod guests;
 pub mod lab;
 pub mod picture;

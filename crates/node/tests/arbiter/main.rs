@@ -13,10 +13,11 @@ use std::time::Duration;
 use hotspare_torture::chain::{Held, Scene, await_ready, says, takeovers};
 use hotspare_torture::clients::Connection;
 use hotspare_torture::clock::Instant;
+use hotspare_torture::etcd::Etcd;
 use hotspare_torture::lab::{Host, LAB_DIR, Lab, Process, SERVICE_CIDR, SERVICE_V4};
 use hotspare_torture::protected::{Engine, HANG};
 use nix::sys::signal::Signal;
-use places::{Etcd, S3, make_keys};
+use places::{S3, make_keys};
 
 /// The program of this build, or another that is to be tested.
 static BINARY: LazyLock<String> = LazyLock::new(|| {

@@ -67,6 +67,11 @@ impl Output {
         lock(&self.shared.0).lines.iter().map(|line| line.text.clone() + "\n").collect()
     }
 
+    /// The last line so far that `pick` makes something of.
+    pub fn last<T>(&self, pick: impl FnMut(&Line) -> Option<T>) -> Option<T> {
+        lock(&self.shared.0).lines.iter().rev().find_map(pick)
+    }
+
     /// Waits for a line, said or to be said, that `pick` makes something of.
     /// `None` if the output ends without, or none comes in time.
     pub fn find<T>(

@@ -116,8 +116,8 @@ fn py_http() -> Program {
     server("py-http", &["python3"], command, store(Protocol::HttpStore, 400, 200.0))
 }
 
-/// A page that is not compressible and has every byte value.
-fn page() -> Vec<u8> {
+/// The page of the web servers: not compressible, and it has every byte value.
+pub fn page() -> Vec<u8> {
     let mut dice = Dice::new(1);
     (0..PAGE_BYTES).map(|_| dice.roll() as u8).collect()
 }
