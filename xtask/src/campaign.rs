@@ -18,6 +18,9 @@ use crate::{call, tree};
 /// Rounds after which the lab is made anew, so that a guest does not live for hours.
 const ROUNDS_A_LAB: usize = 40;
 
+/// A broken gate has to be found out by then.
+const BROKEN_AT_MOST: Duration = Duration::from_secs(60);
+
 #[derive(Clone, Debug, Args)]
 pub struct CampaignArguments {
     /// Kills of the primary
@@ -59,6 +62,10 @@ pub struct CampaignArguments {
     /// Begins no round after so many seconds
     #[arg(long)]
     seconds: Option<u64>,
+    /// Builds a program whose gate lets replies out too early, and succeeds if the histories of
+    /// Redis clients give it away within a minute
+    #[arg(long)]
+    broken_gate: bool,
     /// Gives up after so many failed rounds
     #[arg(long, default_value_t = 5)]
     failures: u64,
@@ -75,6 +82,9 @@ struct Leg {
 
 /// Does it and prints; the last line is `N passed, N failed`.
 pub fn campaign(arguments: &CampaignArguments) -> Result<()> {
+    if arguments.broken_gate {
+        return broken_gate(arguments);
+    }
     let tally = rounds(arguments)?;
     let (passed, failed) = tally.passed_and_failed();
     println!("\n{tally}");
@@ -90,9 +100,7 @@ fn rounds(arguments: &CampaignArguments) -> Result<Tally> {
     plan.epoch = Duration::from_millis(arguments.epoch_ms);
     plan.silence = arguments.silence_ms.map(Duration::from_millis);
     plan.connections = arguments.connections;
-    if arguments.direct {
-        plan.run_words = vec!["--path".to_owned(), "direct".to_owned()];
-    }
+    plan.run_words = arguments.run_words();
     plan.checker = Some(build_checker()?);
     let legs = arguments.legs()?;
     println!("seed {}, logs of failures: {}", arguments.seed, plan.logs.display());
@@ -143,7 +151,43 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
+/// Kills a primary with a broken gate until its histories make no sense.
+fn broken_gate(arguments: &CampaignArguments) -> Result<()> {
+    let (binary, checker) = (tree::build_hotspare_broken()?, build_checker()?);
+    let mut plan = Plan::new(binary, arguments.logs().join("broken-gate"));
+    plan.checker = Some(checker);
+    plan.patience = Duration::from_secs(2);
+    plan.connections = arguments.connections.min(20);
+    plan.run_words = arguments.run_words();
+    let (dice, begun) = (Dice::new(arguments.seed), Instant::now());
+    let mut campaign = None;
+    for number in 0.. {
+        let late = begun.elapsed() > BROKEN_AT_MOST;
+        ensure!(!late, "{number} kills, and no history gave the broken gate away");
+        let program = || by_name("redis-server").context("a known program");
+        let seed = dice.part(number).roll();
+        let mut running: Campaign = match campaign.take() {
+            Some(running) => running,
+            None => Campaign::start(program()?, plan.clone(), seed)?,
+        };
+        let round = running.round(Kind::Kill, seed);
+        let seconds = begun.elapsed().as_secs_f64();
+        println!("{seconds:>6.1} {round}");
+        if round.is_senseless {
+            println!("the broken gate was found out after {seconds:.1} s, at kill {}", number + 1);
+            return Ok(());
+        }
+        campaign = round.is_good().then_some(running);
+    }
+    Ok(())
+}
+
 impl CampaignArguments {
+    fn run_words(&self) -> Vec<String> {
+        let words: &[&str] = if self.direct { &["--path", "direct"] } else { &[] };
+        words.iter().map(|word| (*word).to_owned()).collect()
+    }
+
     fn logs(&self) -> PathBuf {
         self.logs.clone().unwrap_or_else(|| tree::target().join("campaign"))
     }
@@ -170,9 +214,8 @@ impl CampaignArguments {
         for (program, rounds) in programs.iter().zip(rounds.chunks(share)) {
             let labs = rounds.chunks(ROUNDS_A_LAB);
             legs.extend(
-                labs.enumerate().map(|(turn, rounds)| {
-                    (turn, Leg { program: *program, rounds: rounds.to_vec() })
-                }),
+                labs.enumerate()
+                    .map(|(turn, rounds)| (turn, Leg { program, rounds: rounds.to_vec() })),
             );
         }
         // In turns, so that a campaign that is cut short has seen all programs.

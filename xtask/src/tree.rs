@@ -37,6 +37,17 @@ pub fn build_hotspare() -> Result<PathBuf> {
     Ok(target().join("release/hotspare"))
 }
 
+/// Builds the program with the gate broken, and tells where it is. What it has in common with the
+/// one that is not is built once, where cargo knows how (1.91 and later).
+pub fn build_hotspare_broken() -> Result<PathBuf> {
+    let dir = target().join("broken-gate");
+    let mut build = cargo(&["build", "--quiet", "--release", "-p", "hotspare-node"]);
+    build.args(["--features", "broken-gate", "--target-dir"]).arg(&dir);
+    build.arg("--config").arg(format!("build.build-dir={:?}", target().display().to_string()));
+    ensure!(build.status().context("run cargo")?.success(), "the broken hotspare does not build");
+    Ok(dir.join("release/hotspare"))
+}
+
 /// The cargo that runs us.
 pub fn cargo(arguments: &[&str]) -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));

@@ -10,3 +10,7 @@ pub mod hook;
 pub mod lease;
 pub mod relay;
 pub mod takeover;
+
+/// Output leaves before its checkpoint is committed: a build that tests use to see whether they
+/// would notice.
+pub const BROKEN_GATE: bool = cfg!(feature = "broken-gate");

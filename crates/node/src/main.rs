@@ -67,6 +67,13 @@ fn main() -> ExitCode {
             }
         };
     }
+    if hotspare_net::BROKEN_GATE {
+        eprintln!(
+            "hotspare: THIS PROGRAM WAS BUILT BROKEN, with the feature broken-gate: replies leave \
+             before the spare knows of them, and a failover takes them back. It is for tests of \
+             tests; do not use it"
+        );
+    }
     let answer = hotspare_kernel::news::block_child_signals()
         .map_err(anyhow::Error::from)
         .and_then(|()| cli::Cli::try_parse().map_err(anyhow::Error::from))

@@ -92,6 +92,11 @@ pub struct Round {
     pub takeovers: u64,
     /// Operations whose history was checked.
     pub operations: u64,
+    /// Their history makes no sense in any order.
+    pub is_senseless: bool,
+    /// It proves nothing: the agents changed places by themselves in the same instant (a machine
+    /// that stood still for longer than their patience), and the only host with the guest was hit.
+    pub is_void: bool,
     /// Whatever else is wrong.
     pub wrongs: Vec<String>,
     /// Where logs are, if something is wrong.
@@ -107,7 +112,11 @@ impl Round {
 
 impl std::fmt::Display for Round {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let verdict = if self.is_good() { "ok" } else { "FAILED" };
+        let verdict = match (self.is_good(), self.is_void) {
+            (true, _) => "ok",
+            (false, true) => "void",
+            (false, false) => "FAILED",
+        };
         let (seen, program, seed) = (&self.seen, self.program, self.seed);
         write!(
             f,
@@ -197,6 +206,8 @@ impl Campaign {
             unprotected: Duration::ZERO,
             takeovers: 0,
             operations: 0,
+            is_senseless: false,
+            is_void: false,
             wrongs: Vec::new(),
             logs: None,
         };
@@ -213,6 +224,7 @@ impl Campaign {
         round.takeovers = self.agents.term().saturating_sub(term);
         self.testify(&mut round);
         if !round.is_good() {
+            round.is_void = self.agents.was_hit_alone(term);
             self.keep_logs(&mut round);
         }
         round
@@ -220,6 +232,8 @@ impl Campaign {
 
     fn suffer(&mut self, fault: Fault, dice: &mut Dice, round: &mut Round) -> Result<(), String> {
         let in_words = |error: LabError| error.to_string();
+        // They may have changed places since: whoever has the guest alone is not to be hit.
+        self.agents.protect()?;
         self.fleet.probe(true);
         let (at, undo) = fault.strike(&mut self.agents).map_err(in_words)?;
         // Some ask in the midst of it; others long after, as if nothing had happened.
@@ -248,6 +262,7 @@ impl Campaign {
         let file = self.plan.logs.join(format!("history-{}", round.seed));
         let testimony = witnesses.testify(&file);
         round.operations = testimony.operations;
+        round.is_senseless = testimony.is_senseless;
         for words in testimony.resets {
             round.seen.reset(words);
         }

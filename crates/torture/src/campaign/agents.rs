@@ -39,6 +39,7 @@ pub(super) struct Agents {
     seats: [Seat; 2],
     retired: Vec<(String, Process)>,
     started: usize,
+    guest: String,
     /// Where the program is reached.
     pub(super) service: SocketAddr,
     etcd: Etcd,
@@ -80,7 +81,8 @@ impl Agents {
         let seat = |agent, is_first| Seat { agent, is_first, is_killed: false, is_dead: false };
         let seats = [seat(run, true), seat(spare, false)];
         let (spare_words, retired) = (both, Vec::new());
-        Ok(Agents { engine, spare_words, seats, retired, started: 2, service, etcd, lab })
+        let guest = program.name.to_owned();
+        Ok(Agents { engine, spare_words, seats, retired, started: 2, guest, service, etcd, lab })
     }
 
     /// A host of the two.
@@ -215,6 +217,20 @@ impl Agents {
             self.retired.remove(0);
         }
         Ok(())
+    }
+
+    /// Whether the campaign has killed the one host that had the guest alone, as the arbiter's
+    /// record shows: the host that was believed to be the spare had a newer term, or the primary
+    /// had struck its spare out.
+    pub(super) fn was_hit_alone(&self, term: u64) -> bool {
+        let killed = self.seats.iter().any(|seat| seat.is_killed);
+        let fenced = self.seats.iter().any(|seat| {
+            !seat.is_killed && seat.agent.try_wait().is_some_and(|end| end.code() == Some(FENCED))
+        });
+        let record = self.etcd.record(&self.guest);
+        let no_heir = record["heirs"].as_array().is_some_and(Vec::is_empty);
+        let newer = record["term"].as_u64().is_some_and(|found| found > term);
+        killed && no_heir && (newer && fenced || !newer && !fenced && self.primary().is_none())
     }
 
     /// Writes what all agents have said into a new directory.

@@ -25,12 +25,17 @@ struct Row {
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
     rows: BTreeMap<Kind, Row>,
+    voids: u64,
 }
 
 impl Tally {
     /// Adds a round.
     pub fn add(&mut self, round: &Round) {
         let row = self.rows.entry(round.kind).or_default();
+        if !round.is_good() && round.is_void {
+            self.voids += 1;
+            return;
+        }
         row.rounds += 1;
         row.failed += u64::from(!round.is_good());
         row.silences.push(round.seen.silence);
@@ -96,7 +101,10 @@ impl fmt::Display for Tally {
                 row.operations,
             )?;
         }
-        Ok(())
+        match self.voids {
+            0 => Ok(()),
+            voids => writeln!(f, "{voids} rounds were void and are not counted"),
+        }
     }
 }
 

@@ -80,7 +80,9 @@ pub struct Testimony {
     pub operations: u64,
     /// Connections that broke.
     pub resets: Vec<String>,
-    /// Anything else that is wrong, above all: no order makes sense.
+    /// No order of them makes sense.
+    pub is_senseless: bool,
+    /// Anything else that is wrong.
     pub wrongs: Vec<String>,
 }
 
@@ -89,6 +91,7 @@ pub struct Witnesses {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     checker: PathBuf,
+    patience: Duration,
 }
 
 impl Witnesses {
@@ -114,7 +117,7 @@ impl Witnesses {
             client.thread(move || Witness { number, server, patience, dice, shared }.run())
         };
         let threads = (0..COUNT).map(start).collect();
-        let witnesses = Witnesses { shared, threads, checker };
+        let witnesses = Witnesses { shared, threads, checker, patience };
         witnesses.set_pace(Pace::PerSecond(0));
         witnesses
     }
@@ -135,8 +138,7 @@ impl Witnesses {
     pub fn testify(&mut self, file: &Path) -> Testimony {
         // Whoever asks later is in a chapter of now or later.
         let now = self.shared.chapter.fetch_add(1, Ordering::SeqCst) + 1;
-        let places = self.shared.places.iter().map(|place| place.load(Ordering::SeqCst));
-        let oldest = places.min().unwrap_or(NOWHERE).min(now);
+        let oldest = self.all_have_left(now);
         let over = {
             let mut written = lock(&self.shared.written);
             let (over, later) =
@@ -151,13 +153,30 @@ impl Witnesses {
             Written { operations: over, resets, wrongs, checked: Vec::new() }
         };
         let operations = over.operations.len() as u64;
-        let mut wrongs = over.wrongs;
-        match self.check(&over.operations, file) {
-            Ok(true) => {}
-            Ok(false) => wrongs.push(format!("NOT LINEARIZABLE: see {}", file.display())),
-            Err(error) => wrongs.push(format!("the history cannot be checked: {error}")),
+        let (resets, mut wrongs) = (over.resets, over.wrongs);
+        let checked = self.check(&over.operations, file);
+        let is_senseless = matches!(checked, Ok(false));
+        if is_senseless {
+            wrongs.push(format!("NOT LINEARIZABLE: see {}", file.display()));
         }
-        Testimony { operations, resets: over.resets, wrongs }
+        if let Err(error) = checked {
+            wrongs.push(format!("the history cannot be checked: {error}"));
+        }
+        Testimony { operations, resets, is_senseless, wrongs }
+    }
+
+    /// Waits until nobody is in a chapter before this one; the oldest that somebody is in, if that
+    /// takes too long.
+    fn all_have_left(&self, chapter: u64) -> u64 {
+        let deadline = Instant::now() + self.patience + Duration::from_secs(1);
+        loop {
+            let places = self.shared.places.iter().map(|place| place.load(Ordering::SeqCst));
+            let oldest = places.min().unwrap_or(NOWHERE);
+            if oldest >= chapter || Instant::now() > deadline {
+                return oldest.min(chapter);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn check(&self, operations: &[Operation], file: &Path) -> std::io::Result<bool> {

@@ -11,7 +11,7 @@ use nix::poll::PollFlags;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrStorage, connect, socket};
 
 use super::{Talk, Wrong};
-use crate::clock::Instant;
+use crate::clock::{Instant, millis};
 use crate::dice::Dice;
 
 /// So many requests are under way on a connection at most.
@@ -53,6 +53,7 @@ pub(super) struct Line {
     calls: Option<u64>,
     dice: Dice,
     state: State,
+    opened: Instant,
     outgoing: Vec<u8>,
     written: usize,
     heard: Vec<u8>,
@@ -82,6 +83,7 @@ impl Line {
             calls: calls.then_some(1),
             dice,
             state: State::Closed(Instant::now()),
+            opened: Instant::default(),
             outgoing: Vec::new(),
             written: 0,
             heard: Vec::new(),
@@ -189,6 +191,7 @@ impl Line {
     }
 
     fn opened(&mut self, now: Instant) {
+        self.opened = now;
         self.talk.begins_anew();
         self.outgoing.clear();
         self.written = 0;
@@ -257,14 +260,29 @@ impl Line {
 
     fn broken(&mut self, why: &str, now: Instant, news: &mut News) {
         let (port, under_way) = (self.port(), self.asked.len());
-        news.resets.push(format!("connection {port} broke, {under_way} under way: {why}"));
+        let (who, heard) = (self.who(now), self.heard.len());
+        news.resets.push(format!(
+            "{who} (port {port}) broke, {under_way} requests under way, {heard} bytes of the next \
+             reply are here: {why}"
+        ));
         self.state = State::Closed(now + RETRY);
     }
 
     fn late(&mut self, what: &str, now: Instant, news: &mut News) {
         let (port, patience) = (self.port(), self.patience);
-        news.wrongs.push(Wrong::Error(format!("{what} in {patience:?} (port {port})")));
+        let who = self.who(now);
+        news.wrongs.push(Wrong::Error(format!("{who} (port {port}): {what} in {patience:?}")));
         self.state = State::Closed(now + RETRY);
+    }
+
+    fn who(&self, now: Instant) -> String {
+        let kind = if self.calls.is_some() { "a caller" } else { "a held connection" };
+        match &self.state {
+            State::Open(_) => {
+                format!("{kind}, open for {:.0} ms", millis(now.since(self.opened)))
+            }
+            State::Connecting(..) | State::Closed(_) => format!("{kind}, about to connect"),
+        }
     }
 
     fn port(&self) -> u16 {
