@@ -54,8 +54,9 @@ func TestWhatHadNoReplyIsDoneAtAnyTimeLaterOrNever(t *testing.T) {
 }
 
 func TestListsKeepTheirOrder(t *testing.T) {
-	expect(t, 0, "push 1 0 1 1\npush 2 2 3 2\nrange _ 4 5 1,2\npop _ 6 7 1\npop _ 8 9 2\npop _ 10 11 nil")
-	expect(t, 1, "push 1 0 1 1\npush 2 2 3 2\nrange _ 4 5 2,1")
+	two := "push 1 0 1 1\npush 2 2 3 2\n"
+	expect(t, 0, two+"range _ 4 5 1,2\npop _ 6 7 1\npop _ 8 9 2\npop _ 10 11 nil")
+	expect(t, 1, two+"range _ 4 5 2,1")
 	// Done twice.
 	expect(t, 1, "push 1 0 1 1\nrange _ 4 5 1,1")
 	// Lost.

@@ -41,8 +41,8 @@ pub fn build_hotspare() -> Result<PathBuf> {
 /// one that is not is built once, where cargo knows how (1.91 and later).
 pub fn build_hotspare_broken() -> Result<PathBuf> {
     let dir = target().join("broken-gate");
-    let mut build = cargo(&["build", "--quiet", "--release", "-p", "hotspare-node"]);
-    build.args(["--features", "broken-gate", "--target-dir"]).arg(&dir);
+    let mut build = cargo(&["build", "--quiet", "--release", "--bin", "hotspare"]);
+    build.args(["--features", "hotspare-node/broken-gate", "--target-dir"]).arg(&dir);
     build.arg("--config").arg(format!("build.build-dir={:?}", target().display().to_string()));
     ensure!(build.status().context("run cargo")?.success(), "the broken hotspare does not build");
     Ok(dir.join("release/hotspare"))

@@ -29,8 +29,6 @@ pub use self::tally::Tally;
 
 /// The programs that campaigns know how to ask.
 pub const PROGRAMS: [&str; 5] = ["redis-server", "memcached", "nginx", "lighttpd", "go-kv"];
-/// Connections that are made anew again and again, besides those that are held.
-const CALLERS: usize = 4;
 /// The longest from the begin of a round to its fault.
 const CALM_MAX: Duration = Duration::from_millis(600);
 
@@ -47,6 +45,10 @@ pub struct Plan {
     pub run_words: Vec<String>,
     /// Connections that are held.
     pub connections: usize,
+    /// Connections that are made anew again and again, besides.
+    pub callers: usize,
+    /// All rounds are, not one of six.
+    pub is_saturated: bool,
     /// No reply in this time is an error.
     pub patience: Duration,
     /// Tells whether the histories of a Redis are linearizable; without, there are none.
@@ -64,6 +66,8 @@ impl Plan {
             silence: None,
             run_words: Vec::new(),
             connections: 200,
+            callers: 4,
+            is_saturated: false,
             patience: HANG,
             checker: None,
             logs,
@@ -167,7 +171,7 @@ impl Campaign {
         let crew = Crew {
             server: agents.service,
             held: talks("held", plan.connections),
-            callers: talks("caller", CALLERS),
+            callers: talks("caller", plan.callers),
             patience: plan.patience,
             seed,
         };
@@ -187,7 +191,7 @@ impl Campaign {
     /// One round. After one that is not good, this campaign is of no more use.
     pub fn round(&mut self, kind: Kind, seed: u64) -> Round {
         let mut dice = Dice::new(seed);
-        let pace = draw_pace(&mut dice);
+        let pace = draw_pace(&mut dice, self.plan.is_saturated);
         let fault = Fault::draw(kind, &mut dice);
         let term = self.agents.term();
         // What happened before is not of this round.
@@ -278,8 +282,9 @@ impl Campaign {
     }
 }
 
-fn draw_pace(dice: &mut Dice) -> Pace {
+fn draw_pace(dice: &mut Dice, is_saturated: bool) -> Pace {
     match dice.below(6) {
+        _ if is_saturated => Pace::Saturated,
         0 => Pace::PerSecond(0),
         1 => Pace::PerSecond(20),
         2 => Pace::PerSecond(200),
