@@ -129,9 +129,9 @@ impl ReplicatedDir {
     }
 
     /// A copy of a spare's directory as it is after the sets applied so far, for one that takes
-    /// part from then on. Whoever takes it needs its first chunk, then the chunk of changes that comes
-    /// with it, then in any order relative to its other chunks those of every set applied from now
-    /// on. No set may be half applied when this is called.
+    /// part from then on. Whoever takes it needs its first chunk, then the chunk of changes that
+    /// comes with it, then in any order relative to its other chunks those of every set applied
+    /// from now on. No set may be half applied when this is called.
     pub fn copy_of_spare(&self) -> Result<(InitialCopy, Vec<u8>), FilesError> {
         let mark = CopyMark(self.marks.fetch_add(1, Ordering::AcqRel));
         let copy = InitialCopy::begin(self.shared.clone(), mark, false);

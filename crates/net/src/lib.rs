@@ -3,6 +3,7 @@
 
 pub mod announce;
 pub mod callers;
+pub mod fuzz;
 pub mod gate;
 pub mod go_live;
 pub mod handshakes;

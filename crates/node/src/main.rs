@@ -12,6 +12,8 @@ mod door;
 mod epoch;
 mod facts;
 mod features;
+#[cfg(test)]
+mod fuzz;
 mod history;
 mod hooks;
 mod join;

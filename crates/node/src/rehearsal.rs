@@ -591,6 +591,33 @@ const LOOK: Duration = Duration::from_millis(500);
 /// How soon a rehearsal that was given up is tried again.
 const SOON: Duration = Duration::from_secs(30);
 
+/// A target of the fuzzer: damaged frames to the stage.
+#[cfg(test)]
+pub fn frame_is_read(seed: u64) -> (bool, u64) {
+    use hotspare_image::memory::PageOwner;
+    use hotspare_process::pages::Content;
+    let mut dice = hotspare_replica::fuzz::Dice(seed);
+    let (owner, start) = (PageOwner::Mm(MmId(dice.roll() as u32)), dice.roll());
+    let content = match dice.below(3) {
+        0 => Content::Zero(dice.roll()),
+        1 => Content::Discard(dice.roll()),
+        _ => Content::Bytes(dice.bytes(64).into()),
+    };
+    let frames = [
+        Frame::Run(PageRun { owner, start, content }),
+        Frame::Changes(dice.roll() as u8, dice.bytes(40)),
+        Frame::Last,
+    ];
+    let mut bytes = Vec::new();
+    frames.iter().for_each(|frame| frame.write(&mut bytes).expect("memory takes it"));
+    hotspare_replica::fuzz::damage(&mut bytes, &mut dice);
+    let (mut from, mut read) = (&bytes[..], 0);
+    while Frame::read(&mut from).is_ok() {
+        read += 1;
+    }
+    (read < frames.len() as u64, read)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

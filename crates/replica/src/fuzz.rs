@@ -3,6 +3,8 @@
 //! Streams are made by the real sender from a seed, then damaged. Some damage leaves checksums
 //! wrong (they must be noticed), some has its checksums made right again (it must be survived).
 
+pub mod peers;
+
 use std::collections::HashSet;
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,7 +17,10 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::bases::PAGE;
 use crate::frame::{FLAG_REMEMBER, FrameBuffer, FrameError, FrameReader, HEADER_BYTES, Kind};
-use crate::message::{GoodbyeCode, Hello, MemberEntry, Refuse, SwitchoverOffer, Welcome, open};
+use crate::message::{
+    CheckpointBegin, CheckpointEnd, GoodbyeCode, Hello, MemberEntry, Refuse, SwitchoverOffer,
+    Welcome, open, open_packet,
+};
 use crate::pages::{Content, PageRun};
 use crate::receiver::{Incoming, Receiver};
 use crate::sender::{Compression, PageBatch, Sender, sender};
@@ -41,7 +46,8 @@ impl Dice {
         (self.roll() % limit as u64) as usize
     }
 
-    fn bytes(&mut self, count: usize) -> Vec<u8> {
+    /// So many bytes.
+    pub fn bytes(&mut self, count: usize) -> Vec<u8> {
         (0..count.div_ceil(8)).flat_map(|_| self.roll().to_le_bytes()).take(count).collect()
     }
 }
@@ -104,6 +110,13 @@ fn queue_checkpoints(sender: &Sender, dice: &mut Dice) -> Result<(), crate::Brok
     for epoch in 1..2 + dice.below(3) as u64 {
         let position = Position::checkpoint(Epoch(epoch));
         sender.begin(position, Term(1), epoch == 1)?;
+        if dice.below(3) == 0 {
+            // What stands in the path of packets, and what is told of connections.
+            let packet = dice.bytes(60);
+            sender.packets().output(Epoch(epoch), &packet);
+            sender.packet(Arc::new(packet))?;
+            sender.open_path()?;
+        }
         for _ in 0..dice.below(4) {
             sender.pages(Arc::new(batch(dice)))?;
         }
@@ -124,7 +137,7 @@ fn queue_checkpoints(sender: &Sender, dice: &mut Dice) -> Result<(), crate::Brok
         sender.members(&members)?;
         sender.files(&[file(dice), file(dice)])?;
         sender.file_changes(Arc::new(dice.bytes(files)))?;
-        sender.end(position, None)?;
+        sender.end(position, (dice.below(2) == 0).then(|| dice.roll()))?;
     }
     sender.offer_switchover(SwitchoverOffer { term: Term(2), position: Position::default() })?;
     sender.guest_died()?;
@@ -221,7 +234,8 @@ fn reseal(frame: &mut Vec<u8>) {
     *frame = buffer.seal(kind, flags).to_vec();
 }
 
-fn damage(bytes: &mut Vec<u8>, dice: &mut Dice) {
+/// Changes, cuts or repeats some of them.
+pub fn damage(bytes: &mut Vec<u8>, dice: &mut Dice) {
     if bytes.is_empty() {
         return;
     }
@@ -259,20 +273,30 @@ pub struct FuzzReport {
     pub committed: u64,
 }
 
-/// Runs damaged streams through the decoder for so long, starting with `seed`, which grows by one
-/// per case and is the argument that repeats a case.
-///
-/// # Panics
-/// If the decoder does, or commits a checkpoint that was never sent; the message names the seed.
+/// Runs damaged streams through the decoder for so long: see [`run`].
 #[must_use]
 pub fn decoder(seed: u64, duration: Duration) -> FuzzReport {
+    run("stream", one, seed, duration)
+}
+
+/// A target: what becomes of the case with this seed, which is whether it was refused, and how much
+/// of it was believed.
+pub type Target = fn(u64) -> (bool, u64);
+
+/// Tries cases for so long, starting with `seed`, which grows by one per case and is the argument
+/// that repeats a case.
+///
+/// # Panics
+/// If a case does (what was never said is believed, a decoder panics); the message names the seed.
+#[must_use]
+pub fn run(name: &str, target: Target, seed: u64, duration: Duration) -> FuzzReport {
     let end = Instant::now() + duration;
     let mut report = FuzzReport::default();
     let mut case = seed;
     while Instant::now() < end {
-        let outcome = std::panic::catch_unwind(|| one(case));
+        let outcome = std::panic::catch_unwind(|| target(case));
         let Ok((refused, committed)) = outcome else {
-            panic!("the decoder failed; repeat it with seed {case}");
+            panic!("the target {name} failed; repeat it with seed {case}");
         };
         report.cases += 1;
         report.refused += u64::from(refused);
@@ -285,7 +309,7 @@ pub fn decoder(seed: u64, duration: Duration) -> FuzzReport {
 /// One case: whether it was refused, and how much was committed.
 ///
 /// # Panics
-/// See [`decoder`].
+/// If a checkpoint is committed that was never sent.
 #[must_use]
 pub fn one(seed: u64) -> (bool, u64) {
     let mut dice = Dice(seed ^ 0x5bd1_e995);
@@ -344,5 +368,12 @@ fn small_messages(bytes: &[u8]) {
         let _ = open::<HostFacts>(&frame);
         let _ = open::<Vec<MemberEntry>>(&frame);
         let _ = open::<Vec<FileIdentity>>(&frame);
+        let _ = open::<SwitchoverOffer>(&frame);
+        let _ = open::<Position>(&frame);
+        let _ = open::<Goodbye>(&frame);
+        let _ = open::<CheckpointBegin>(&frame);
+        let _ = open::<CheckpointEnd>(&frame);
+        let _ = open::<String>(&frame);
+        let _ = open_packet(&frame);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use hotspare_replica::fuzz::{decoder, receive, stream};
+use hotspare_replica::fuzz::{Target, decoder, peers, receive, run, stream};
 use proptest::prelude::*;
 use proptest::sample::Index;
 
@@ -33,6 +33,22 @@ proptest! {
         prop_assert!(error.is_some());
         prop_assert!(sent.starts_with(&committed));
     }
+}
+
+#[test]
+fn damaged_answers_greetings_and_heartbeats_are_survived() {
+    let half = Duration::from_millis(500);
+    for (name, target) in [
+        ("replies", peers::replies as Target),
+        ("greeting", peers::greeting),
+        ("beats", peers::beats),
+    ] {
+        let report = run(name, target, 1, half);
+        let some = report.refused > 10 && report.refused < report.cases + 1;
+        assert!(some && report.cases > 100, "{name}: {report:?}");
+    }
+    let believed = run("replies", peers::replies, 1, half);
+    assert!(believed.committed > 10, "nothing honest comes through: {believed:?}");
 }
 
 #[test]

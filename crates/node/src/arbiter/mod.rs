@@ -9,7 +9,7 @@
 
 mod etcd;
 mod place;
-mod record;
+pub mod record;
 mod s3;
 
 use std::cell::RefCell;

@@ -79,6 +79,52 @@ pub fn open(bytes: &[u8], key: &str) -> Result<Record, String> {
 mod tests {
     use super::*;
 
+    const PAGE: &str = include_str!("../../../../docs/formats/arbiter.md");
+
+    /// The line of the page that is to be what this program writes.
+    fn golden() -> &'static str {
+        let (_, block) = PAGE.split_once("```golden\n").expect("a golden block");
+        block.split_once("\n```").expect("its end").0
+    }
+
+    #[test]
+    fn the_golden_record_of_the_page_is_what_the_code_writes() {
+        let record = Record {
+            term: Term(7),
+            holder: NodeId(0xff),
+            lease_ns: 1_000_000_000,
+            grace_ns: 60_000_000_000,
+            renewals: 3,
+            heirs: [NodeId(1), NodeId(2)].into(),
+            at_once: true,
+            shared: false,
+            over: false,
+        };
+        let written = String::from_utf8(seal("/hotspare/redis", &record)).unwrap();
+        assert_eq!(golden(), written);
+        assert_eq!(open(golden().as_bytes(), "/hotspare/redis"), Ok(record));
+    }
+
+    #[test]
+    fn the_table_of_the_page_has_the_fields_of_the_record_in_their_order() {
+        let rows = PAGE.lines().filter_map(|line| line.strip_prefix("| `"));
+        let named: Vec<&str> = rows.filter_map(|row| Some(row.split_once('`')?.0)).collect();
+        let place = |name: &&str| golden().find(&format!("\"{name}\":")).expect("it is written");
+        assert!(named.is_sorted_by_key(place), "{named:?}");
+        let fields: serde_json::Value = serde_json::from_str(golden()).unwrap();
+        assert_eq!(named.len(), fields.as_object().unwrap().len());
+        // What the page says is needed is needed, and more does no harm.
+        for name in named {
+            let mut less = fields.clone();
+            less.as_object_mut().unwrap().remove(name);
+            assert!(open(less.to_string().as_bytes(), "/hotspare/redis").is_err(), "{name}");
+        }
+        let mut more = fields;
+        more["later"] = "x".into();
+        assert!(open(more.to_string().as_bytes(), "/hotspare/redis").is_ok());
+        assert!(PAGE.contains(&format!("# The arbiter's record, format {FORMAT}\n")));
+    }
+
     #[test]
     fn a_record_is_read_as_written_and_nothing_else_is() {
         let record = Record {
