@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use hotspare_torture::Lab;
 use hotspare_torture::chain::{Held, Scene, descendants};
-use hotspare_torture::lab::{Host, LAB_DIR, Process, SERVICE_CIDR, SERVICE_V4};
+use hotspare_torture::lab::{Host, LAB_DIR, Process, SERVICE_CIDR, SERVICE_V4, SERVICE_V6};
 use hotspare_torture::protected::{Engine, HANG, wait_for_service};
 use serde_json::Value;
 
@@ -235,6 +235,56 @@ fn nothing_is_left_of_a_rehearsal_whose_agent_is_killed() {
         std::thread::sleep(Duration::from_millis(10));
     }
     assert_eq!(primary.try_wait(), None);
+}
+
+/// Serves, while a child of it writes to a file without end.
+const WRITER: &str = "\
+import os, socket, sys, time
+server = socket.create_server((sys.argv[1], 6379), family=socket.AF_INET6)
+if os.fork() == 0:
+    file = open(sys.argv[2], 'a')
+    while True:
+        file.write('x')
+        file.flush()
+        time.sleep(0.01)
+while True:
+    connection, _ = server.accept()
+    connection.sendall(b'here\\n')
+    connection.close()
+";
+
+/// Several processes, IPv6, nothing held back: what the copy writes to shared storage is not
+/// written there.
+#[test]
+fn a_copy_writes_to_no_shared_storage() {
+    let mut scene = scene();
+    let directory = format!("{LAB_DIR}/shared");
+    let file = format!("{directory}/file");
+    for host in [0, 1] {
+        fs::create_dir(scene.host(host).outside(&directory)).unwrap();
+        fs::write(scene.host(host).outside(&file), "as it was").unwrap();
+    }
+    scene.engine.service_cidr = Some(format!("{SERVICE_V6}/64"));
+    scene.engine.more = ["--files", &format!("shared:{directory}")].map(str::to_owned).to_vec();
+    let spare = scene.engine.spare(scene.host(1)).unwrap();
+    let words = ["python3", "-c", WRITER, &SERVICE_V6.to_string(), &file].map(str::to_owned);
+    let primary = scene.engine.run(scene.host(0), &[scene.host(1)], &words).unwrap();
+    Engine::protected(&primary).unwrap();
+    let server = (SERVICE_V6, PORT).into();
+    wait_for_service(scene.lab.client(), server, HANG).unwrap();
+    let ask = "import os, socket; \
+               c = socket.create_connection((os.environ['HOTSPARE_ADDRESS'], 6379)); \
+               assert c.recv(9) == b'here\\n'";
+    let probe = format!(
+        "python3 -c \"{ask}\" && before=$(wc -c < {file}) && sleep 0.2 && \
+         test $(wc -c < {file}) -gt $before"
+    );
+    let (status, process) = rehearse(&scene, &["--json", "--probe", &probe]);
+    assert_eq!(status, 0, "{}\n{}", process.said(), spare.said());
+    assert_eq!(report(&process)["processes"], 2);
+    let kept = fs::read_to_string(scene.host(1).outside(&file)).unwrap();
+    assert_eq!(kept, "as it was", "the copy has written to the spare's storage");
+    wait_for_service(scene.lab.client(), server, HANG).unwrap();
 }
 
 /// Holds a file open that is neither replicated nor shared.

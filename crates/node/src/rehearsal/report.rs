@@ -104,10 +104,10 @@ impl Report {
         };
         line("checkpoint", format!("{} ({} came meanwhile)", self.at_epoch, self.followed));
         line("files", format!("{:.1} ms, {} bytes", self.files_ms, self.files_bytes));
-        line("build", format!("{:.1} ms, {} processes", self.build_ms, self.processes));
+        line("build", format!("{:.1} ms", self.build_ms));
         line("memory", format!("{:.1} ms, {} KiB copied", self.copy_ms, self.copied_bytes >> 10));
         line("finalise", format!("{:.1} ms", self.finalise_ms));
-        line("ran", format!("{:.0} ms", self.ran_ms));
+        line("ran", format!("{:.0} ms, {} processes", self.ran_ms, self.processes));
         for ended in &self.ended {
             line("ended", format!("process {} {}", ended.pid, ended.how));
         }

@@ -119,7 +119,7 @@ impl Stage {
         (self.report.files_ms, self.report.files_bytes) = (ms(began.elapsed()), files.bytes);
         let built = Instant::now();
         let mut copy = Copy::build(orders, settings, files, &first).context("build the copy")?;
-        (self.report.build_ms, self.report.processes) = (ms(built.elapsed()), copy.processes());
+        self.report.build_ms = ms(built.elapsed());
         let copied = Instant::now();
         self.copy_memory(&mut copy, first).context("copy the ghost's memory")?;
         self.report.copy_ms = ms(copied.elapsed());
@@ -199,6 +199,7 @@ impl Stage {
         }
         let image = copy.ghost.image().context("the copy is empty")?;
         self.report.at_epoch = image.position.epoch.0;
+        self.report.processes = copy.ghost.host_pids().len();
         if image.spaces.iter().any(|space| copy.missed.contains(&space.id)) {
             bail!("a process ended while its memory was copied, and another uses it; try again");
         }
@@ -359,10 +360,6 @@ impl Copy {
         let nowhere = settings.service.map(isolate).transpose()?;
         ghost.begin_full(first)?;
         Ok(Copy { ghost, files, settings, missed: Vec::new(), _nowhere: nowhere })
-    }
-
-    fn processes(&self) -> usize {
-        self.ghost.host_pids().len()
     }
 }
 
