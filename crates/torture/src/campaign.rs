@@ -32,6 +32,9 @@ pub const PROGRAMS: [&str; 5] = ["redis-server", "memcached", "nginx", "lighttpd
 /// The longest from the begin of a round to its fault.
 const CALM_MAX: Duration = Duration::from_millis(600);
 
+/// After a silence so long the words of agents are kept, too.
+const LONG_SILENCE: Duration = Duration::from_secs(3);
+
 /// How a campaign is done.
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -103,7 +106,7 @@ pub struct Round {
     pub is_void: bool,
     /// Whatever else is wrong.
     pub wrongs: Vec<String>,
-    /// Where logs are, if something is wrong.
+    /// Where logs are, if something is wrong or took long.
     pub logs: Option<PathBuf>,
 }
 
@@ -229,6 +232,8 @@ impl Campaign {
         self.testify(&mut round);
         if !round.is_good() {
             round.is_void = self.agents.was_hit_alone(term);
+        }
+        if !round.is_good() || round.seen.silence > LONG_SILENCE {
             self.keep_logs(&mut round);
         }
         round
