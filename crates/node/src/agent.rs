@@ -16,7 +16,8 @@ use hotspare_replica::heartbeat::{HeartKey, STACK_BYTES};
 use hotspare_replica::message::SwitchoverOffer;
 use hotspare_replica::{
     Committed, Goodbye, GoodbyeCode, Hangup, Heart, HeartConfig, HeartEvent, Hello, HostFacts,
-    HostRole, Replier, Security, Sender, StagedCheckpoint, WriteHalf, greeting, heart,
+    HostRole, PacketSender, Replier, Security, Sender, StagedCheckpoint, WriteHalf, greeting,
+    heart,
 };
 
 use crate::arbiter;
@@ -213,6 +214,8 @@ pub struct Face {
     pub waiting: Vec<(NodeId, std::sync::mpsc::Sender<Decision>)>,
     /// Of a primary: the newest stream of each spare.
     streams: BTreeMap<NodeId, StreamId>,
+    /// Of a primary: what goes to each spare, to be given up when it counts as dead.
+    pub ways: BTreeMap<NodeId, (StreamId, PacketSender)>,
     streams_made: u64,
     /// Of a spare: the stream from its primary.
     attached: Option<StreamId>,
@@ -260,6 +263,7 @@ impl Face {
             back_off: BackOff::default(),
             gate: None,
             committed: BTreeMap::new(),
+            ways: BTreeMap::new(),
             path: None,
             callers: None,
             stands: None,
@@ -350,6 +354,14 @@ impl Agent {
             facts: (*self.facts).clone(),
             heart_port: self.heart.address().map_or(0, |address| address.port()),
             listen_port: face.listen_port,
+        }
+    }
+
+    /// This spare counts as dead: nobody waits any more for it to take what is sent.
+    pub fn give_up(&self, node: NodeId) {
+        let way = self.face().ways.remove(&node);
+        if let Some((_, way)) = way {
+            way.give_up();
         }
     }
 

@@ -133,7 +133,13 @@ fn act(actions: Vec<Action>, agent: &Agent) -> Vec<Event> {
                     arbiter.wish(Wish::Keep { term, heirs });
                 }
             }
-            other => agent.owner.send(Message::Act(other, Instant::now())),
+            other => {
+                if let Action::DropSpare { node, .. } = other {
+                    // The owner may be waiting for this very spare to take what it sends.
+                    agent.give_up(node);
+                }
+                agent.owner.send(Message::Act(other, Instant::now()));
+            }
         }
     }
     answers

@@ -87,9 +87,11 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
         let _ = writer.run();
         hangup.hang_up();
     })?;
+    agent.face().ways.insert(node, (stream, sender.packets()));
     let spare = SpareIn { node, sender, heart, listens, stream, version };
     agent.owner.send(Message::SpareIn(Box::new(spare)));
     let (how, differ) = hear(agent, node, stream, &mut replies);
+    agent.face().ways.retain(|_, (of, _)| *of != stream);
     agent.owner.send(Message::SpareOut(node, stream));
     agent.tell_of(node, stream, Event::StreamClosed { peer: node, how });
     differ.map_or(Ok(()), |differ| Err(differ.into()))

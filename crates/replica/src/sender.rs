@@ -138,6 +138,8 @@ struct Queue {
     urgent: VecDeque<Job>,
     bytes: usize,
     broken: Option<Broken>,
+    /// Nobody waits for room any more.
+    given_up: bool,
     closing: bool,
     /// Last position given to the writer.
     sent: Position,
@@ -222,6 +224,14 @@ impl PacketSender {
             self.shared.changed.notify_all();
         }
         true
+    }
+
+    /// The spare counts as dead: whoever waits for room in the queue is let go, and nobody waits
+    /// from now on. A host that died does not even close its connection, and the kernel tells only
+    /// after many seconds.
+    pub fn give_up(&self) {
+        self.shared.lock().given_up = true;
+        self.shared.changed.notify_all();
     }
 
     /// Queues a packet of the guest, which leaves through the spare when that has checkpoint
@@ -464,6 +474,9 @@ impl Sender {
             // One job larger than the limit goes alone.
             if queue.bytes == 0 || queue.bytes.saturating_add(cost) <= self.shared.limit_bytes {
                 break;
+            }
+            if queue.given_up {
+                return Err(Broken("the spare is given up".into()));
             }
             queue = self.shared.wait(queue);
         }

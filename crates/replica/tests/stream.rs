@@ -386,6 +386,30 @@ fn a_slow_spare_holds_the_sender_back_within_its_limit() {
     drop(spare);
 }
 
+/// A host that dies leaves its connection open.
+#[test]
+fn nobody_waits_for_a_spare_that_is_given_up() {
+    let (primary, spare) = plain_pair();
+    let (read, write, hangup) = primary.split().unwrap();
+    let (sender, writer, _replies) = sender(write, read, 1 << 20, Compression::Off);
+    let way = sender.packets();
+    thread::scope(|scope| {
+        scope.spawn(|| writer.run().unwrap_err());
+        let feeder = scope.spawn(|| {
+            sender.begin(at(1), Term(1), true).unwrap();
+            while sender.pages(batch(0, vec![1; 64 * PAGE])).is_ok() {}
+        });
+        while sender.room_bytes() >= 65 * PAGE {
+            thread::yield_now();
+        }
+        way.give_up();
+        feeder.join().unwrap();
+        assert_eq!(sender.broken(), None, "the stream is as it was");
+        hangup.hang_up();
+    });
+    drop(spare);
+}
+
 #[test]
 fn a_spare_without_room_for_a_large_checkpoint_says_so_and_lives() {
     let bytes = hotspare_replica::fuzz::bytes_of(Compression::Off, |sender| {
