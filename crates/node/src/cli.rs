@@ -293,7 +293,7 @@ struct Trial {
     /// A command for `sh -c` that succeeds if the copy does its work. It runs as root inside of the
     /// copy's namespaces: it reaches the guest's address and files, and nothing else, and has
     /// HOTSPARE_ADDRESS, HOTSPARE_GUEST and HOTSPARE_EPOCH.
-    #[arg(long, value_name = "COMMAND")]
+    #[arg(long, value_name = "COMMAND", env = "HOTSPARE_PROBE")]
     probe: Option<String>,
     /// How long the copy runs at least.
     #[arg(long = "for", value_name = "TIME", default_value = "1s", value_parser = long_duration)]
