@@ -7,14 +7,15 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use hotspare_replica::fuzz::{Target, one, peers, run};
+use hotspare_replica::fuzz::{Target, images, one, peers, run};
 
 /// Who reads what the network brings.
-const TARGETS: [(&str, Target); 5] = [
+const TARGETS: [(&str, Target); 6] = [
     ("stream", one),
     ("replies", peers::replies),
     ("greeting", peers::greeting),
     ("beats", peers::beats),
+    ("images", images::images),
     ("packets", hotspare_net::fuzz::packets),
 ];
 
@@ -23,7 +24,7 @@ pub struct FuzzArguments {
     /// For how long each target, as in 60s, 10m, 1h
     #[arg(long = "for", default_value = "60s")]
     time: String,
-    /// Only this one: stream, replies, greeting, beats, packets
+    /// Only this one: stream, replies, greeting, beats, images, packets
     #[arg(long)]
     target: Option<String>,
     /// The first case; each case adds one

@@ -3,6 +3,7 @@
 //! Streams are made by the real sender from a seed, then damaged. Some damage leaves checksums
 //! wrong (they must be noticed), some has its checksums made right again (it must be survived).
 
+pub mod images;
 pub mod peers;
 
 use std::collections::HashSet;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use hotspare_replica::fuzz::{Target, decoder, peers, receive, run, stream};
+use hotspare_replica::fuzz::{Target, decoder, images, peers, receive, run, stream};
 use proptest::prelude::*;
 use proptest::sample::Index;
 
@@ -42,6 +42,7 @@ fn damaged_answers_greetings_and_heartbeats_are_survived() {
         ("replies", peers::replies as Target),
         ("greeting", peers::greeting),
         ("beats", peers::beats),
+        ("images", images::images),
     ] {
         let report = run(name, target, 1, half);
         let some = report.refused > 10 && report.refused < report.cases + 1;
