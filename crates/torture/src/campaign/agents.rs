@@ -40,6 +40,7 @@ pub(super) struct Agents {
     retired: Vec<(String, Process)>,
     started: usize,
     guest: String,
+    is_direct: bool,
     /// Where the program is reached.
     pub(super) service: SocketAddr,
     etcd: Etcd,
@@ -82,7 +83,19 @@ impl Agents {
         let seats = [seat(run, true), seat(spare, false)];
         let (spare_words, retired) = (both, Vec::new());
         let guest = program.name.to_owned();
-        Ok(Agents { engine, spare_words, seats, retired, started: 2, guest, service, etcd, lab })
+        let is_direct = plan.run_words.iter().any(|word| word == "direct");
+        Ok(Agents {
+            engine,
+            spare_words,
+            seats,
+            retired,
+            started: 2,
+            guest,
+            is_direct,
+            service,
+            etcd,
+            lab,
+        })
     }
 
     /// A host of the two.
@@ -133,7 +146,18 @@ impl Agents {
             text if text.contains(r#""event":"unprotected""#) => Some(false),
             _ => None,
         };
-        self.seats[index].agent.stdout().last(said) == Some(true)
+        self.seats[index].agent.stdout().last(said) == Some(true) && self.is_on_its_path(index)
+    }
+
+    /// Whether clients reach the guest of this primary as they are meant to. Until then connections
+    /// that are just being made break with the host (LIMITS.md).
+    fn is_on_its_path(&self, index: usize) -> bool {
+        let said = |line: &Line| match &*line.text {
+            text if text.contains("through the spare from now on") => Some(true),
+            text if text.contains("the stream to spare") => Some(false),
+            _ => None,
+        };
+        self.is_direct || self.seats[index].agent.stderr().last(said) == Some(true)
     }
 
     /// The agent of a host.
