@@ -1,5 +1,5 @@
-//! Damaged images: what a checkpoint says of processes, and changes of files. The honest ones are of
-//! a guest that was recorded.
+//! Damaged images: what a checkpoint says of processes, and changes of files. The honest ones are
+//! of a guest that was recorded.
 
 use std::io::Read;
 use std::sync::OnceLock;
