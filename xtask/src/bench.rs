@@ -1,13 +1,15 @@
 //! Measurements, as tables. Nothing is asserted about them.
 
+mod failover;
+mod latency;
+
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
-use hotspare_torture::bench::{Measured, PauseBench, PauseResult, Spread, failover, pause};
-use hotspare_torture::protected::Failover;
+use hotspare_torture::bench::{Measured, PauseBench, PauseResult, Spread, pause};
 
 use crate::tree;
 
@@ -19,8 +21,11 @@ const PARTS: [&str; 7] =
 pub enum Bench {
     /// How long checkpoints stop a Redis, over its size and load
     Pause(PauseArguments),
-    /// How long a takeover takes, part by part, over the size of a Redis
-    Failover(FailoverArguments),
+    /// How long clients wait when something dies, part by part, over the size of a Redis
+    Failover(failover::FailoverArguments),
+    /// What `--guarantee output-commit` and `timeline` add to each reply of five servers, and take
+    /// from their throughput
+    Latency(latency::LatencyArguments),
 }
 
 #[derive(Debug, Args)]
@@ -48,30 +53,12 @@ pub struct PauseArguments {
     write: bool,
 }
 
-#[derive(Debug, Args)]
-pub struct FailoverArguments {
-    /// Numbers of keys
-    #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000,1000000,10000000")]
-    keys: Vec<u64>,
-    /// Kills of each
-    #[arg(long, default_value_t = 10)]
-    count: usize,
-    /// Milliseconds between two checkpoints
-    #[arg(long, default_value_t = 100)]
-    epoch_ms: u64,
-    /// Requests a second, a tenth of them writes
-    #[arg(long, default_value_t = 5000.0)]
-    rate: f64,
-    /// Puts the table into docs/benchmarks.md
-    #[arg(long)]
-    write: bool,
-}
-
 /// Runs a measurement and prints its tables.
 pub fn bench(bench: &Bench) -> Result<()> {
     match bench {
         Bench::Pause(arguments) => pauses(arguments),
-        Bench::Failover(arguments) => failovers(arguments),
+        Bench::Failover(arguments) => failover::failovers(arguments),
+        Bench::Latency(arguments) => latency::latencies(arguments),
     }
 }
 
@@ -198,47 +185,9 @@ fn overview_of(result: &PauseResult, [plain, bare]: [f64; 2]) -> [String; 10] {
 /// Of the checkpoints there were in the time.
 fn three(measured: &Measured, name: &str) -> String {
     match measured.epochs.get(name) {
-        Some(Spread { p50, p99, max, count: 1.. }) => format!("{p50:.0} / {p99:.0} / {max:.0}"),
+        Some(Spread { p50, p99, max, count: 1.., .. }) => format!("{p50:.0} / {p99:.0} / {max:.0}"),
         _ => "none".to_owned(),
     }
-}
-
-fn failovers(arguments: &FailoverArguments) -> Result<()> {
-    let hotspare = tree::build_hotspare()?;
-    let mut table = Table::new(&["keys", "kills", "detect", "apply", "finalise", "address"]);
-    for &keys in &arguments.keys {
-        let bench = PauseBench {
-            hotspare: Some(hotspare.clone()),
-            spare: true,
-            more: vec![],
-            keys,
-            writes: 0.1,
-            rate_per_s: arguments.rate,
-            epoch: Duration::from_millis(arguments.epoch_ms),
-            length: Duration::from_secs(1),
-        };
-        let kills = (0..arguments.count).map(|_| Ok(failover(&bench)?));
-        let kills = kills.collect::<Result<Vec<_>>>()?;
-        let spread = |part: fn(&Failover) -> f64| {
-            let Spread { p50, p99, max, .. } = Spread::of(kills.iter().map(part).collect());
-            format!("{p50:.1} / {p99:.1} / {max:.1}")
-        };
-        table.row([
-            keys.to_string(),
-            kills.len().to_string(),
-            spread(|kill| kill.detect_ms),
-            spread(|kill| kill.apply_ms),
-            spread(|kill| kill.finalise_ms),
-            spread(|kill| kill.address_ms),
-        ]);
-    }
-    let about = format!(
-        "Redis, values of 72 bytes, under {} requests a second, a tenth of them writes; the \
-         primary's host is killed. ms, p50 / p99 / max.",
-        arguments.rate
-    );
-    let text = format!("{}\n{}\n{}", provenance()?, wrapped(&about), table.text);
-    finish("failover", &text, arguments.write)
 }
 
 /// A table in Markdown that is also shown row by row while it grows.

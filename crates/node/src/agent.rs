@@ -58,8 +58,6 @@ pub enum Message {
     PrimaryOut(StreamId, Option<String>, Closed),
     /// The primary has ended on purpose: the guest is over.
     GuestOver(String),
-    /// When the primary was last heard, for the report of a failover.
-    Heard(Instant),
     /// The operator wants the guest elsewhere.
     Switchover(Asker),
     /// Output waits that no checkpoint covers.
@@ -174,6 +172,8 @@ pub struct Agent {
     pub owner: Mailbox<Message>,
     /// The heart.
     pub heart: Arc<Heart>,
+    /// When another heart was last heard, for the report of a failover.
+    heard: Arc<Mutex<Option<Instant>>>,
     /// What is said.
     pub reporter: Reporter,
     /// What is kept of it.
@@ -292,14 +292,18 @@ impl Agent {
         let socket = UdpSocket::bind("[::]:0").or_else(|_| UdpSocket::bind("0.0.0.0:0"));
         let config = HeartConfig { silence, ..HeartConfig::default() };
         let (heart, beating) = heart(socket.context("open heartbeat socket")?, config);
-        let (ears, mailbox, note) = (brain.clone(), owner.clone(), reporter.clone());
+        let heard = Arc::new(Mutex::new(None));
+        let (ears, noted, note) = (brain.clone(), heard.clone(), reporter.clone());
         let meters = Arc::new(Meters::default());
         let (counted, mut counter) = (meters.clone(), HeartMeter::default());
         let tell = move |event: HeartEvent| {
             counter.note(&event, &counted);
             match event {
                 HeartEvent::Beat { beat, at } => {
-                    mailbox.send(Message::Heard(at));
+                    // Nobody waits here for a thread without real-time priority.
+                    if let Ok(mut last) = noted.try_lock() {
+                        *last = Some(at);
+                    }
                     ears.tell(Event::Beat(beat));
                 }
                 HeartEvent::Silence { .. } => ears.tell(Event::Tick),
@@ -327,12 +331,18 @@ impl Agent {
             brain,
             owner,
             heart: Arc::new(heart),
+            heard,
             reporter,
             history,
             meters,
             arbiter: None,
             face: Arc::new(Mutex::new(face)),
         })
+    }
+
+    /// When another heart was last heard.
+    pub fn heard(&self) -> Option<Instant> {
+        *self.heard.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How we present ourselves.

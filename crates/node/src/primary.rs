@@ -264,7 +264,6 @@ impl Primary {
                 let _ = answer.send(Err(why.into()));
             }
             Message::Rehearsal(..)
-            | Message::Heard(_)
             | Message::Offered(..)
             | Message::Joined(_)
             | Message::Checkpoint(_)

@@ -247,7 +247,6 @@ pub struct Spare {
     pub hook: Hook,
     pub following: Option<Joined>,
     pub ghost: Option<Held>,
-    pub heard: Option<Instant>,
     /// Why the primary is not trusted, if it is not.
     pub suspected: Option<SuspectCause>,
     /// The term that the primary has offered, of its own will.
@@ -294,7 +293,6 @@ impl Spare {
             hook,
             following: None,
             ghost: None,
-            heard: None,
             suspected: None,
             offered: None,
             staged: None,
@@ -369,7 +367,6 @@ impl Spare {
                 }
             }
             Message::GuestOver(text) => self.over = Some(text),
-            Message::Heard(at) => self.heard = Some(at),
             Message::Switchover(asker) => {
                 let why = "this host does not run the guest; ask on the host of the primary";
                 asker.answer(Err(why.to_owned()));

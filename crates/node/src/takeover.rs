@@ -63,7 +63,10 @@ pub fn take_over(mut spare: Spare, decision: Decision) -> anyhow::Result<Primary
 
 fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow::Result<Primary> {
     let term = decision.term;
-    let detect = spare.heard.map_or(Duration::ZERO, |heard| decision.at - heard);
+    let detect = spare
+        .agent
+        .heard()
+        .map_or(Duration::ZERO, |heard| decision.at.saturating_duration_since(heard));
     // Checkpoints that were here before the decision came first.
     let apply = began - decision.at;
     let mut held = spare.ghost.take().context("there is no ghost")?;

@@ -1,5 +1,8 @@
-//! `cargo xtask bench pause`: how long checkpoints stop a Redis, part by part, and what they cost
+//! Measurements. Here `cargo xtask bench pause`: how long checkpoints stop a Redis, part by part, and what they cost
 //! its clients, over its size and its load.
+
+mod failover;
+mod latency;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -11,7 +14,10 @@ use crate::clients::{ClientError, Connection, LaneRecord, Load, Outcome, Pace, P
 use crate::clock::{Instant, millis};
 use crate::dice::Dice;
 use crate::lab::{Host, LabError, Process, SERVICE_CIDR, SERVICE_V4};
-use crate::protected::{Engine, Failover, HANG, wait_for_service};
+use crate::protected::{Engine, HANG, wait_for_service};
+
+pub use self::failover::{FailoverBench, FailoverResult, Victim, failover};
+pub use self::latency::{LatencyBench, LatencyResult, Met, SERVERS, latency};
 
 const PORT: u16 = 6379;
 const VALUE_BYTES: usize = 72;
@@ -40,9 +46,11 @@ pub struct PauseBench {
     pub length: Duration,
 }
 
-/// Median, 99th percentile and maximum.
+/// Mean, median, 99th percentile and maximum.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Spread {
+    /// The mean.
+    pub mean: f64,
     /// Half are no more.
     pub p50: f64,
     /// 99 % are no more.
@@ -61,7 +69,8 @@ impl Spread {
             let last = values.len().saturating_sub(1);
             values.get((last as f64 * part).round() as usize).copied().unwrap_or_default()
         };
-        Spread { p50: at(0.5), p99: at(0.99), max: at(1.0), count: values.len() }
+        let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
+        Spread { mean, p50: at(0.5), p99: at(0.99), max: at(1.0), count: values.len() }
     }
 }
 
@@ -195,16 +204,6 @@ fn guest_mb(bed: &Bed) -> Result<f64, LabError> {
     })
 }
 
-/// Kills the primary under load, in a lab of its own.
-pub fn failover(bench: &PauseBench) -> Result<Failover, LabError> {
-    let bed = make_bed(bench)?;
-    let _load = start_load(bench, &bed.lab, bench.rate_per_s);
-    (Instant::now() + bench.length).sleep_until();
-    bed.lab.host(0).kill()?;
-    let spare = bed.spare.as_ref().expect("a failover is measured with a spare");
-    Ok(Engine::taken_over(spare)?.0)
-}
-
 /// A line of the status of a process (proc_pid_status(5)), in MB; 0 if it is gone.
 fn memory_mb(pid: i32, name: &str) -> f64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -257,19 +256,29 @@ fn numbers(line: &str) -> Option<Vec<(String, f64)>> {
     Some(members.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect())
 }
 
+/// What was told of the checkpoints of some time, by name.
+fn epochs(primary: &Process, (start, end): (Instant, Instant)) -> BTreeMap<String, Vec<f64>> {
+    let mut values: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+    for line in primary.stdout().lines() {
+        if (start..end).contains(&line.at) {
+            for (name, value) in numbers(&line.text).unwrap_or_default() {
+                if name == "stop_ns" {
+                    let since_stop = line.at.since(Instant(value as u64));
+                    values.entry("commit_ms".to_owned()).or_default().push(millis(since_stop));
+                }
+                values.entry(name).or_default().push(value);
+            }
+        }
+    }
+    values
+}
+
 fn measured(
     lanes: &[LaneRecord<Mix>],
     primary: &Process,
     (start, end): (Instant, Instant),
 ) -> Measured {
-    let mut values: BTreeMap<String, Vec<f64>> = BTreeMap::new();
-    for line in primary.stdout().lines() {
-        if (start..end).contains(&line.at) {
-            for (name, value) in numbers(&line.text).unwrap_or_default() {
-                values.entry(name).or_default().push(value);
-            }
-        }
-    }
+    let values = epochs(primary, (start, end));
     let replies = lanes.iter().flat_map(|lane| &lane.replies);
     let good = replies
         .filter(|reply| reply.outcome == Outcome::Good && (start..end).contains(&reply.done));
@@ -334,7 +343,7 @@ mod tests {
     #[test]
     fn a_spread_is_taken_from_sorted_values() {
         let spread = Spread::of((1..=101).rev().map(f64::from).collect());
-        assert_eq!(spread, Spread { p50: 51.0, p99: 100.0, max: 101.0, count: 101 });
+        assert_eq!(spread, Spread { mean: 51.0, p50: 51.0, p99: 100.0, max: 101.0, count: 101 });
         assert_eq!(Spread::of(vec![]), Spread::default());
     }
 

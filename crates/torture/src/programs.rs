@@ -215,7 +215,12 @@ pub fn missing_commands(program: &Program) -> Vec<&'static str> {
     program.needs.iter().filter(is_missing).copied().collect()
 }
 
-fn stage(program: &Program, seed: u64, change: Option<Change>) -> Result<Stage, LabError> {
+/// Hosts that are ready for a program.
+pub(crate) fn stage(
+    program: &Program,
+    seed: u64,
+    change: Option<Change>,
+) -> Result<Stage, LabError> {
     let lab = Lab::new(3)?;
     for host in lab.hosts() {
         let work = host.outside(WORK_DIR);
@@ -367,12 +372,12 @@ fn change_host(
 }
 
 /// Starts a program on a host, plainly.
-fn start(host: &Host, command: &[String]) -> Result<Process, LabError> {
+pub(crate) fn start(host: &Host, command: &[String]) -> Result<Process, LabError> {
     host.spawn(Command::new(&command[0]).args(&command[1..]))
 }
 
 /// Writes a file that is private to a host.
-fn put(host: &Host, name: &str, bytes: &[u8]) -> Result<(), LabError> {
+pub(crate) fn put(host: &Host, name: &str, bytes: &[u8]) -> Result<(), LabError> {
     let path = host.outside(format!("{LAB_DIR}/{name}"));
     let doing = |source| LabError::Io { doing: format!("write {}", path.display()), source };
     if let Some(dir) = path.parent() {

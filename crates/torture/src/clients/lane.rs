@@ -26,6 +26,20 @@ pub trait Session: Send {
     fn close(&mut self, connection: &mut Connection) -> Result<(), ClientError>;
 }
 
+impl Session for Box<dyn Session> {
+    fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+        (**self).open(connection)
+    }
+
+    fn request(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+        (**self).request(connection)
+    }
+
+    fn close(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+        (**self).close(connection)
+    }
+}
+
 /// What became of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
