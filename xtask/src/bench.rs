@@ -193,11 +193,21 @@ fn three(measured: &Measured, name: &str) -> String {
 /// A table in Markdown that is also shown row by row while it grows.
 struct Table {
     text: String,
+    is_quiet: bool,
 }
 
 impl Table {
     fn new(names: &[&str]) -> Self {
-        let mut table = Self { text: String::new() };
+        Self::with(names, false)
+    }
+
+    /// One that is shown when it is whole.
+    fn quiet(names: &[&str]) -> Self {
+        Self::with(names, true)
+    }
+
+    fn with(names: &[&str], is_quiet: bool) -> Self {
+        let mut table = Self { text: String::new(), is_quiet };
         table.row(names.iter().map(ToString::to_string));
         table.row(names.iter().map(|_| "---".to_owned()));
         table
@@ -206,7 +216,9 @@ impl Table {
     fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         let cells: Vec<String> = cells.into_iter().collect();
         let row = format!("| {} |", cells.join(" | "));
-        println!("{row}");
+        if !self.is_quiet {
+            println!("{row}");
+        }
         self.text.push_str(&row);
         self.text.push('\n');
     }

@@ -50,16 +50,27 @@ pub fn latencies(arguments: &LatencyArguments) -> Result<()> {
         "loss",
         "saturated: ms p50 / p99",
         "agents' CPU %",
-        "saturated: checkpoints/s",
-        "their pause µs p50 / p99",
-        "until acknowledged, ms p50 / p99",
+    ]);
+    let mut parts = Table::quiet(&[
+        "server",
+        "guarantee",
+        "checkpoints/s",
+        "commit ms",
+        "pause",
+        "stop",
+        "registers",
+        "scan",
+        "objects",
+        "copy",
+        "resume",
+        "bytes",
     ]);
     let chosen = |server: &&&'static str| {
         arguments.servers.is_empty() || arguments.servers.iter().any(|name| name == **server)
     };
     for server in SERVERS.iter().filter(chosen) {
         for _ in 0..arguments.rounds {
-            rows(&mut table, server, &hotspare, arguments)?;
+            rows(&mut table, &mut parts, server, &hotspare, arguments)?;
         }
     }
     let about = format!(
@@ -72,12 +83,21 @@ pub fn latencies(arguments: &LatencyArguments) -> Result<()> {
          share the processors.",
         arguments.epoch_ms, arguments.connections
     );
-    let text = format!("{}\n{}\n{}", provenance()?, wrapped(&about), table.text);
+    println!("\n{}", parts.text);
+    let text = format!(
+        "{}\n{}\n{}\nCheckpoints under the highest load, p50 / p99; pause and parts in µs, commit from \
+         the stop of the guest until it is acknowledged:\n\n{}",
+        provenance()?,
+        wrapped(&about),
+        table.text,
+        parts.text
+    );
     finish("latency", &text, arguments.write)
 }
 
 fn rows(
     table: &mut Table,
+    parts: &mut Table,
     server: &'static str,
     hotspare: &Path,
     arguments: &LatencyArguments,
@@ -105,8 +125,10 @@ fn rows(
     let mean = (all + after.saturated.replies_per_s) / 2.0;
     row(table, server, "none, before", &before, None);
     row(table, server, "output-commit", &committed, Some(mean));
+    parts.row(parts_of(server, "output-commit", &committed.saturated));
     if let Some(timeline) = timeline {
         row(table, server, "timeline", &timeline, Some(mean));
+        parts.row(parts_of(server, "timeline", &timeline.saturated));
     }
     row(table, server, "none, after", &after, None);
     Ok(())
@@ -135,8 +157,27 @@ fn row(
         loss.map_or_else(String::new, |loss| format!("{loss:.0} %")),
         format!("{:.2} / {:.2}", saturated.latency_ms.p50, saturated.latency_ms.p99),
         format!("{:.0}", saturated.agents * 100.0),
-        format!("{:.0}", saturated.epochs_per_s),
-        format!("{:.0} / {:.0}", saturated.pause_us.p50, saturated.pause_us.p99),
-        format!("{:.2} / {:.2}", saturated.commit_ms.p50, saturated.commit_ms.p99),
     ]);
+}
+
+fn parts_of(server: &str, guarantee: &str, met: &Met) -> Vec<String> {
+    let names = [
+        "pause_us",
+        "stop_us",
+        "registers_us",
+        "scan_us",
+        "objects_us",
+        "copy_us",
+        "resume_us",
+        "bytes",
+    ];
+    let two = |name: &str, digits: usize| {
+        let spread = met.epochs.get(name).copied().unwrap_or_default();
+        format!("{:.digits$} / {:.digits$}", spread.p50, spread.p99)
+    };
+    let mut cells = vec![server.to_owned(), guarantee.to_owned()];
+    cells.push(format!("{:.0}", met.epochs_per_s));
+    cells.push(two("commit_ms", 2));
+    cells.extend(names.iter().map(|name| two(name, 0)));
+    cells
 }

@@ -3,6 +3,7 @@
 //! Three loads: one client with one request at a time, seldom; a steady rate on many connections,
 //! half of what the unprotected server can do; as much as the connections can.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -45,7 +46,7 @@ pub struct LatencyBench {
 }
 
 /// What a load has met.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Met {
     /// From when a request was due to its reply, ms.
     pub latency_ms: Spread,
@@ -53,16 +54,15 @@ pub struct Met {
     pub replies_per_s: f64,
     /// Processor time of both agents, as a part of one processor; guest and ghost apart.
     pub agents: f64,
-    /// How long the guest stood still for each checkpoint, µs; their number is that of epochs.
-    pub pause_us: Spread,
     /// Checkpoints a second.
     pub epochs_per_s: f64,
-    /// From the stop of the guest until the checkpoint was acknowledged, ms.
-    pub commit_ms: Spread,
+    /// Of each checkpoint, by name: `pause_us` and its parts, `commit_ms` from the stop until it
+    /// was acknowledged.
+    pub epochs: BTreeMap<String, Spread>,
 }
 
 /// What was measured.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct LatencyResult {
     /// One client that comes seldom.
     pub seldom: Met,
@@ -189,13 +189,14 @@ impl Bed {
         let inside = replies.filter(|reply| (start..end).contains(&reply.done));
         let latencies: Vec<f64> = inside.map(|reply| millis(reply.latency())).collect();
         let replies_per_s = latencies.len() as f64 / end.since(start).as_secs_f64();
-        let mut told = epochs(&self.primary, (start, end));
-        let commit_ms = Spread::of(told.remove("commit_ms").unwrap_or_default());
-        let pause_us = told.remove("pause_us");
-        let pause_us = Spread::of(pause_us.unwrap_or_default());
-        let epochs_per_s = pause_us.count as f64 / end.since(start).as_secs_f64();
+        let epochs: BTreeMap<String, Spread> = epochs(&self.primary, (start, end))
+            .into_iter()
+            .map(|(name, values)| (name, Spread::of(values)))
+            .collect();
+        let count = epochs.get("pause_us").map_or(0, |pauses| pauses.count);
+        let epochs_per_s = count as f64 / end.since(start).as_secs_f64();
         let latency_ms = Spread::of(latencies);
-        Ok(Met { latency_ms, replies_per_s, agents: 0.0, pause_us, epochs_per_s, commit_ms })
+        Ok(Met { latency_ms, replies_per_s, agents: 0.0, epochs_per_s, epochs })
     }
 }
 
