@@ -43,6 +43,36 @@ impl Drop for Urgent {
     }
 }
 
+/// A thread of this program that others may hurry.
+#[derive(Clone, Copy, Debug)]
+pub struct Hurried(i32);
+
+impl Hurried {
+    /// The calling thread, which is an ordinary one.
+    #[must_use]
+    pub fn this() -> Self {
+        // SAFETY: takes no arguments and cannot fail.
+        Self(unsafe { libc::gettid() })
+    }
+
+    /// Lets it go before ordinary threads, if that may be, while `wait` waits for it.
+    pub fn hurry<T>(self, priority: i32, wait: impl FnOnce() -> T) -> T {
+        let policy = libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK;
+        let hurried = self.schedule(policy, priority);
+        let waited = wait();
+        if hurried {
+            self.schedule(libc::SCHED_OTHER, 0);
+        }
+        waited
+    }
+
+    fn schedule(self, policy: i32, sched_priority: i32) -> bool {
+        let param = libc::sched_param { sched_priority };
+        // SAFETY: `param` is valid for the call; a thread that has ended is no error to memory.
+        unsafe { libc::sched_setscheduler(self.0, policy, &param) == 0 }
+    }
+}
+
 /// Policy and priority of the calling thread.
 fn schedule() -> Option<(i32, i32)> {
     let mut param = libc::sched_param { sched_priority: 0 };
@@ -117,6 +147,30 @@ mod tests {
         assert_eq!(during == Some(libc::SCHED_FIFO), begun);
         assert_eq!((after, begun), (Some(libc::SCHED_OTHER), heart));
         assert_eq!(last.is_some_and(|(_, priority)| priority == 10), heart);
+    }
+
+    #[test]
+    fn a_thread_is_hurried_while_somebody_waits_for_it() {
+        let (tell, told) = std::sync::mpsc::channel();
+        let (ask, asked) = std::sync::mpsc::channel::<()>();
+        let (answer, answers) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            tell.send(Hurried::this()).unwrap();
+            for () in asked {
+                let policy = schedule().map(|(policy, _)| policy & !libc::SCHED_RESET_ON_FORK);
+                answer.send(policy).unwrap();
+            }
+        });
+        let hurried = told.recv().unwrap();
+        let policy = || {
+            ask.send(()).unwrap();
+            answers.recv().unwrap()
+        };
+        let may = std::thread::spawn(|| schedule_fifo(1).is_ok()).join().unwrap();
+        assert_eq!(hurried.hurry(1, policy) == Some(libc::SCHED_FIFO), may);
+        assert_eq!(policy(), Some(libc::SCHED_OTHER));
+        drop(ask);
+        thread.join().unwrap();
     }
 
     #[test]

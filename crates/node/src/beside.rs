@@ -1,14 +1,16 @@
 //! A thread that looks at the guest's kernel objects while the owner of the guest has its threads
 //! answer about themselves: the guest stands still for the longer of the two, not for both.
 //!
-//! It has an ordinary schedule: the guest's threads answer at the same time, and with more urgency
-//! it would keep them waiting where processors are few.
+//! It has an ordinary schedule while the guest's threads answer: with more urgency it would keep
+//! them waiting where processors are few. When they have, and all wait for this thread alone, it is
+//! as urgent as the pause.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
 use hotspare_image::{Checkpoint, Epoch};
+use hotspare_kernel::realtime::Hurried;
 use hotspare_net::gate::Gate;
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::capture::Objects;
@@ -16,6 +18,8 @@ use hotspare_process::capture::objects::{ObjectCapture, Seen, StoppedProcesses};
 use hotspare_process::capture::shared::SharedTable;
 use hotspare_process::guest::Guest;
 use hotspare_process::objects::error::{ObjectError, ObjectResult};
+
+use crate::epoch::PAUSE_PRIORITY;
 
 type Work = (ObjectCapture, StoppedProcesses);
 type Done = (ObjectCapture, ObjectResult<Seen>);
@@ -30,6 +34,7 @@ pub struct Beside {
 struct Helper {
     work: Sender<Work>,
     done: Receiver<Done>,
+    thread: Hurried,
 }
 
 impl Helper {
@@ -40,7 +45,10 @@ impl Helper {
         }
         let (work, to_do) = channel::<Work>();
         let (answer, done) = channel();
+        let (tell, told) = channel();
         let help = move || {
+            // Whoever started it waits for this.
+            let _ = tell.send(Hurried::this());
             for (mut objects, processes) in to_do {
                 processes.read_ahead();
                 let seen = objects.look(processes);
@@ -50,7 +58,7 @@ impl Helper {
             }
         };
         thread::Builder::new().name("objects".into()).spawn(help).ok()?;
-        Some(Self { work, done })
+        Some(Self { work, done, thread: told.recv().ok()? })
     }
 }
 
@@ -80,7 +88,11 @@ impl Beside {
         }
         let helper = self.helper.as_ref()?;
         // It ends early only by a panic, which has been told, and the objects are lost with it.
-        let (objects, seen) = helper.done.recv().expect("the thread \"objects\" answers");
+        let answer = helper
+            .done
+            .try_recv()
+            .or_else(|_| helper.thread.hurry(PAUSE_PRIORITY, || helper.done.recv()));
+        let (objects, seen) = answer.expect("the thread \"objects\" answers");
         self.objects = Some(objects);
         Some(seen)
     }

@@ -49,7 +49,7 @@ const HELD_BYTES: u64 = 4 << 20;
 const READING: &str = "the files that the program uses are being read, to be compared";
 /// Of the thread that the stopped guest waits for. Below that of the heartbeats: a host that is
 /// silent is replaced.
-const PAUSE_PRIORITY: i32 = 5;
+pub const PAUSE_PRIORITY: i32 = 5;
 /// Longest time without a look at what else there is to do.
 const SLICE: Duration = Duration::from_millis(20);
 

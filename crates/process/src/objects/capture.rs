@@ -540,10 +540,11 @@ impl<'a> Session<'a> {
         guest: &dyn GuestView,
     ) -> ObjectResult<(FileOwner, Object)> {
         let socket = self.owned_duplicate(index)?;
-        let inode = self.seen[index].header.inode;
+        let Header { inode, flags, .. } = self.seen[index].header;
         let in_flight = &mut |file| self.name(file);
         let image = sockets.capture(socket.as_fd(), inode, guest, in_flight)?;
-        Ok((self.owner(socket.as_fd())?, image))
+        let owner = sockets.owner(inode, flags, || self.owner(socket.as_fd()))?;
+        Ok((owner, image))
     }
 
     /// Adds the contents of each pipe to the end with the lowest name.

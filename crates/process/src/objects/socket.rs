@@ -8,7 +8,7 @@
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd};
 
-use hotspare_image::objects::{FileId, Object, OpenFile};
+use hotspare_image::objects::{FileId, FileOwner, Object, OpenFile};
 use hotspare_image::sockets::{NetlinkSocket, TcpSocket, UdpSocket, UnixSocket};
 use hotspare_kernel::segment::SegmentSender;
 use hotspare_kernel::sock_diag::{SockDiag, UnixEntry};
@@ -33,6 +33,8 @@ pub struct SocketCapture {
     unix: Option<HashMap<u64, UnixEntry>>,
     /// What socket(2) was asked for, by inode number.
     kinds: HashMap<u64, SocketKind>,
+    /// Who gets its signals, by inode number.
+    owners: HashMap<u64, FileOwner>,
     not_accepted: Patience,
     exact: bool,
 }
@@ -55,8 +57,8 @@ impl SocketCapture {
         });
         let diag = opened??;
         let (tcp, options) = (TcpCache::default(), OptionReader::default());
-        let (kinds, not_accepted) = Default::default();
-        Ok(Self { tcp, options, diag, unix: None, kinds, not_accepted, exact: false })
+        let (kinds, owners, not_accepted) = Default::default();
+        Ok(Self { tcp, options, diag, unix: None, kinds, owners, not_accepted, exact: false })
     }
 
     /// To be called at each stop, before the first capture.
@@ -68,6 +70,26 @@ impl SocketCapture {
         if self.kinds.len() > KINDS_MAX {
             self.kinds.clear();
         }
+        if self.owners.len() > KINDS_MAX {
+            self.owners.clear();
+        }
+    }
+
+    /// Who gets the signals of the socket that was captured last; `ask` asks. As options it seldom
+    /// changes, unless signals are sent at all.
+    pub fn owner(
+        &mut self,
+        inode: u64,
+        flags: u32,
+        ask: impl FnOnce() -> ObjectResult<FileOwner>,
+    ) -> ObjectResult<FileOwner> {
+        let quiet = flags & libc::O_ASYNC as u32 == 0 && self.options.was_from_memory();
+        if let Some(owner) = self.owners.get(&inode).filter(|_| quiet) {
+            return Ok(*owner);
+        }
+        let owner = ask()?;
+        self.owners.insert(inode, owner);
+        Ok(owner)
     }
 
     /// The next epoch reads everything, also what seldom changes and is otherwise read in turns:

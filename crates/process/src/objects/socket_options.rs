@@ -347,9 +347,16 @@ pub struct OptionReader {
     remembered: HashMap<u64, Remembered>,
     epoch: u64,
     exact: bool,
+    from_memory: bool,
 }
 
 impl OptionReader {
+    /// Whether the last answer was what an earlier stop had read: what else changes as seldom need
+    /// not be asked then either.
+    pub fn was_from_memory(&self) -> bool {
+        self.from_memory
+    }
+
     fn known(&mut self, kind: SocketKind) -> ObjectResult<&Known> {
         match self.known.entry(kind) {
             std::collections::hash_map::Entry::Occupied(entry) => Ok(entry.into_mut()),
@@ -381,6 +388,7 @@ impl OptionReader {
         connected: bool,
     ) -> ObjectResult<Vec<SocketOption>> {
         let (seen, exact) = (self.epoch, self.exact);
+        self.from_memory = true;
         let mut stops = 0;
         if let Some(remembered) = self.remembered.get_mut(&inode) {
             (remembered.stops, remembered.seen) = (remembered.stops + 1, seen);
@@ -389,6 +397,7 @@ impl OptionReader {
                 return Ok(remembered.options.clone());
             }
         }
+        self.from_memory = false;
         let options = self.read_all(fd, kind, connected)?;
         let remembered = Remembered { options: options.clone(), connected, stops, seen };
         self.remembered.insert(inode, remembered);
