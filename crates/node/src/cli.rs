@@ -28,6 +28,7 @@ use crate::preflight;
 use crate::primary::Primary;
 use crate::rehearsal::{Plan, keep_rehearsing};
 use crate::report::Reporter;
+use crate::rhythm::Epochs;
 use crate::service;
 use crate::settings::{FileRule, Guarantee, PacketPath, Settings, answers_already};
 use crate::spare::Spare;
@@ -266,8 +267,10 @@ struct RunArguments {
     #[arg(long, value_enum)]
     path: Option<PacketPath>,
     /// Time between checkpoints; with `output-commit` the longest, since waiting output wants one.
-    #[arg(long, default_value = "100ms", value_parser = duration)]
-    epoch: Duration,
+    /// `auto`: from 10 ms to 500 ms, so that checkpoints take a twentieth of all time; and while
+    /// clients wait, the guest runs at least as long as it stood still.
+    #[arg(long, default_value = "100ms", value_parser = Epochs::parse, value_name = "TIME|auto")]
+    epoch: Epochs,
     /// `replicate:/PATH`: changes travel with the checkpoints. `shared:/PATH`: both hosts see the
     /// same storage. Everything else is read-only for the guest and must be equal on both hosts.
     #[arg(long)]
@@ -493,7 +496,7 @@ impl RunArguments {
         let program = self.command.first().cloned().unwrap_or_default();
         Settings {
             guest: self.guest.clone().unwrap_or(program),
-            epoch: self.epoch,
+            epochs: self.epoch,
             service: self.service_address,
             files: self.files.clone(),
             guarantee: self.guarantee,

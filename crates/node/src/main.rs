@@ -32,6 +32,7 @@ mod preflight;
 mod primary;
 mod rehearsal;
 mod report;
+mod rhythm;
 mod service;
 mod settings;
 mod spare;

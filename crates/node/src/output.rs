@@ -106,7 +106,8 @@ impl Primary {
         let Some(gate) = self.gate().filter(|_| self.committed >= self.maker.epoch) else {
             return next;
         };
-        gate.wanted().map_or(next, |wanted| wanted.max(self.earliest).min(next))
+        let earliest = self.earliest.max(self.rhythm.earliest().unwrap_or(self.earliest));
+        gate.wanted().map_or(next, |wanted| wanted.max(earliest).min(next))
     }
 
     /// Output waits for nobody if nobody could take over.
@@ -126,7 +127,7 @@ impl Primary {
     /// as long: the spares let their ghosts go, and what has been held leaves.
     pub fn refused(&mut self) -> Duration {
         if !self.gate().is_some_and(Gate::is_closed) {
-            return self.settings.epoch;
+            return self.settings.epoch();
         }
         self.let_spares_go("the guest cannot be protected at this time, see the primary");
         self.earliest = Instant::now() + AFTER_REFUSAL;

@@ -70,6 +70,6 @@ impl Primary {
     /// Whether checkpoints are wanted at all; how long to wait where they are not.
     pub fn rests(&self) -> Option<Duration> {
         let alone = self.maker.all_spares().next().is_none();
-        (alone || self.is_paused).then_some(self.settings.epoch)
+        (alone || self.is_paused).then_some(self.settings.epoch())
     }
 }

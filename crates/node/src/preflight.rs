@@ -6,6 +6,7 @@ use anyhow::bail;
 use clap::Args;
 use hotspare_net::takeover::ServiceAddress;
 
+use crate::rhythm::Epochs;
 use crate::settings::{FileRule, Settings};
 use crate::{features, look, trial};
 
@@ -45,7 +46,7 @@ impl CheckArguments {
     pub fn settings(&self) -> Settings {
         Settings {
             guest: self.command.first().cloned().unwrap_or_default(),
-            epoch: Duration::from_millis(100),
+            epochs: Epochs::Every(Duration::from_millis(100)),
             service: self.service_address,
             files: self.files.clone(),
             guarantee: crate::settings::Guarantee::default(),

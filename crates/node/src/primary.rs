@@ -24,6 +24,7 @@ use crate::mailbox::Inbox;
 use crate::path::Through;
 use crate::patience::{Patience, Unheard};
 use crate::report::{End, EpochLine};
+use crate::rhythm::Rhythm;
 use crate::settings::Settings;
 use crate::switchover::Switchover;
 
@@ -52,6 +53,7 @@ pub struct Primary {
     pub committed: Epoch,
     pub told_refusal: String,
     pub patience: Patience,
+    pub rhythm: Rhythm,
     pub unheard: Unheard,
     /// Protection is paused on purpose.
     pub is_paused: bool,
@@ -90,6 +92,7 @@ impl Primary {
         hook: Hook,
     ) -> Self {
         Self {
+            rhythm: Rhythm::new(settings.epochs),
             agent,
             inbox,
             settings,
@@ -123,7 +126,7 @@ impl Primary {
         if self.maker.network.is_some() {
             self.door = Door::watch(&self.init).context("watch the guest's connections begin")?;
         }
-        let mut next = Instant::now() + self.settings.epoch;
+        let mut next = Instant::now() + self.settings.epoch();
         loop {
             self.open_gate_if_alone();
             self.take_address_back();
@@ -153,7 +156,7 @@ impl Primary {
                 + match (self.is_freezing(), self.is_frozen()) {
                     (true, _) => self.try_freeze()?,
                     // Its last checkpoint has been taken.
-                    (false, true) => self.settings.epoch,
+                    (false, true) => self.settings.epoch(),
                     (false, false) => self.take_epoch(),
                 };
         }
@@ -176,7 +179,9 @@ impl Primary {
                     self.remember(What::Accepted);
                 }
                 self.patience.taken();
-                self.settings.epoch.saturating_sub(taken.began.elapsed()).max(AGAIN)
+                let pause = taken.captured.parts.total;
+                self.rhythm.taken(pause, taken.began.elapsed(), Instant::now());
+                self.rhythm.length(taken.began.elapsed()).max(AGAIN)
             }
             Err(error) => {
                 let text = format!("{error:#}");

@@ -7,6 +7,8 @@ use anyhow::{Context, bail};
 use hotspare_net::takeover::{ServiceAddress, Uplink};
 use hotspare_process::objects::rules::{FileRules, Standing};
 
+use crate::rhythm::Epochs;
+
 /// A `--files` argument.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileRule {
@@ -90,8 +92,8 @@ impl std::fmt::Display for PacketPath {
 pub struct Settings {
     /// Name of the guest.
     pub guest: String,
-    /// Time between checkpoints.
-    pub epoch: Duration,
+    /// `--epoch`.
+    pub epochs: Epochs,
     /// The guest's address.
     pub service: Option<ServiceAddress>,
     /// `--files`.
@@ -109,8 +111,11 @@ impl Settings {
     pub fn to_pairs(&self) -> Vec<(String, String)> {
         let mut pairs = vec![
             ("guest".to_owned(), self.guest.clone()),
-            ("epoch-us".to_owned(), self.epoch.as_micros().to_string()),
+            ("epoch-us".to_owned(), self.epochs.longest().as_micros().to_string()),
         ];
+        if self.epochs == Epochs::Auto {
+            pairs.push(("epoch".to_owned(), "auto".to_owned()));
+        }
         pairs.extend(self.service.map(|service| ("service".to_owned(), service.to_string())));
         pairs.extend(self.files.iter().map(|rule| ("files".to_owned(), rule.to_string())));
         if self.guarantee != Guarantee::default() {
@@ -127,7 +132,7 @@ impl Settings {
     pub fn from_pairs(pairs: &[(String, String)]) -> anyhow::Result<Self> {
         let mut settings = Self {
             guest: String::new(),
-            epoch: Duration::from_millis(100),
+            epochs: Epochs::Every(Duration::from_millis(100)),
             service: None,
             files: Vec::new(),
             guarantee: Guarantee::default(),
@@ -137,7 +142,11 @@ impl Settings {
         for (name, value) in pairs {
             match name.as_str() {
                 "guest" => settings.guest.clone_from(value),
-                "epoch-us" => settings.epoch = Duration::from_micros(value.parse()?),
+                "epoch-us" => {
+                    settings.epochs = Epochs::Every(Duration::from_micros(value.parse()?));
+                }
+                // After the one in microseconds.
+                "epoch" if value == "auto" => settings.epochs = Epochs::Auto,
                 "service" => settings.service = Some(value.parse()?),
                 "files" => settings.files.push(value.parse()?),
                 "arbiter" => settings.arbiter = Some(value.clone()),
@@ -153,6 +162,11 @@ impl Settings {
             }
         }
         Ok(settings)
+    }
+
+    /// The longest between two checkpoints of a guest that nothing is in the way of.
+    pub fn epoch(&self) -> Duration {
+        self.epochs.longest()
     }
 
     /// Whether these settings make sense together.
@@ -306,13 +320,15 @@ mod tests {
     fn settings_survive_the_greeting() {
         let settings = Settings {
             guest: "redis".into(),
-            epoch: Duration::from_millis(50),
+            epochs: Epochs::Every(Duration::from_millis(50)),
             service: Some("10.0.0.5/24".parse().expect("an address")),
             files: vec!["replicate:/data".parse().expect("a rule")],
             guarantee: Guarantee::OutputCommit,
             arbiter: Some("etcd:hotspare".into()),
             path: PacketPath::Direct,
         };
+        assert_eq!(Settings::from_pairs(&settings.to_pairs()).expect("reads"), settings);
+        let settings = Settings { epochs: Epochs::Auto, ..settings };
         assert_eq!(Settings::from_pairs(&settings.to_pairs()).expect("reads"), settings);
     }
 

@@ -126,7 +126,7 @@ impl Primary {
         let why_not = match attempt {
             Ok(Attempt::Taken(taken)) if held => {
                 self.frozen(&taken);
-                return Ok(self.settings.epoch);
+                return Ok(self.settings.epoch());
             }
             Ok(Attempt::Taken(taken)) => {
                 // It was under way already.

@@ -76,7 +76,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     for directory in &held.directories {
         directory.promote().context("take the replicated directory over")?;
     }
-    let outage = detect + apply + held.settings.epoch;
+    let outage = detect + apply + held.settings.epoch();
     lengthen_flights(&held, true)?;
     let (restored, watch) = restore_files(&held, &image, &spare.agent, outage)?;
     let finalised = held.ghost.finalise(&restored.files, &restored.steps)?;
