@@ -267,8 +267,7 @@ struct RunArguments {
     #[arg(long, value_enum)]
     path: Option<PacketPath>,
     /// Time between checkpoints; with `output-commit` the longest, since waiting output wants one.
-    /// `auto`: from 10 ms to 500 ms, so that checkpoints take a twentieth of all time; and while
-    /// clients wait, the guest runs at least as long as it stood still.
+    /// `auto`: from 10 ms to 500 ms, so that checkpoints take a twentieth of all time.
     #[arg(long, default_value = "100ms", value_parser = Epochs::parse, value_name = "TIME|auto")]
     epoch: Epochs,
     /// `replicate:/PATH`: changes travel with the checkpoints. `shared:/PATH`: both hosts see the

@@ -106,8 +106,7 @@ impl Primary {
         let Some(gate) = self.gate().filter(|_| self.committed >= self.maker.epoch) else {
             return next;
         };
-        let earliest = self.earliest.max(self.rhythm.earliest().unwrap_or(self.earliest));
-        gate.wanted().map_or(next, |wanted| wanted.max(earliest).min(next))
+        gate.wanted().map_or(next, |wanted| wanted.max(self.earliest).min(next))
     }
 
     /// Output waits for nobody if nobody could take over.

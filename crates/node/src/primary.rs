@@ -179,9 +179,7 @@ impl Primary {
                     self.remember(What::Accepted);
                 }
                 self.patience.taken();
-                let pause = taken.captured.parts.total;
-                self.rhythm.taken(pause, taken.began.elapsed(), Instant::now());
-                self.rhythm.length(taken.began.elapsed()).max(AGAIN)
+                self.rhythm.taken(taken.began.elapsed()).max(AGAIN)
             }
             Err(error) => {
                 let text = format!("{error:#}");
