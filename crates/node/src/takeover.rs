@@ -63,10 +63,7 @@ pub fn take_over(mut spare: Spare, decision: Decision) -> anyhow::Result<Primary
 
 fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow::Result<Primary> {
     let term = decision.term;
-    let detect = spare
-        .agent
-        .heard()
-        .map_or(Duration::ZERO, |heard| decision.at.saturating_duration_since(heard));
+    let detect = detected(&spare.agent, decision);
     // Checkpoints that were here before the decision came first.
     let apply = began - decision.at;
     let mut held = spare.ghost.take().context("there is no ghost")?;
@@ -133,6 +130,11 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         Primary::new(spare.agent, spare.inbox, settings, maker, released.init, spare.hook);
     primary.since_takeover = Some(Instant::now());
     Ok(primary)
+}
+
+/// From the last sign of life of the primary to the decision.
+fn detected(agent: &Agent, decision: Decision) -> Duration {
+    agent.heard().map_or(Duration::ZERO, |heard| decision.at.saturating_duration_since(heard))
 }
 
 /// Why this host takes over, and what that costs; none if the primary wanted it.

@@ -1,5 +1,5 @@
-//! Measurements. Here `cargo xtask bench pause`: how long checkpoints stop a Redis, part by part, and what they cost
-//! its clients, over its size and its load.
+//! Measurements. Here `cargo xtask bench pause`: how long checkpoints stop a Redis, part by part,
+//! and what they cost its clients, over its size and its load.
 
 mod failover;
 mod latency;

@@ -85,8 +85,8 @@ pub fn latencies(arguments: &LatencyArguments) -> Result<()> {
     );
     println!("\n{}", parts.text);
     let text = format!(
-        "{}\n{}\n{}\nCheckpoints under the highest load, p50 / p99; pause and parts in µs, commit from \
-         the stop of the guest until it is acknowledged:\n\n{}",
+        "{}\n{}\n{}\nCheckpoints under the highest load, p50 / p99; pause and parts in µs, \
+         commit from the stop of the guest until it is acknowledged:\n\n{}",
         provenance()?,
         wrapped(&about),
         table.text,
