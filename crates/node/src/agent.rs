@@ -1,7 +1,7 @@
 //! What an agent is made of, whichever part it plays.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -156,6 +156,10 @@ impl Joined {
         self.hangup.hang_up();
     }
 }
+
+/// Most connections at a time, of hosts and of strangers that have not shown who they are yet.
+/// Whoever comes then is hung up on.
+const MET_MAX: usize = 512;
 
 /// What all threads of an agent share.
 #[derive(Clone)]
@@ -484,27 +488,36 @@ impl Agent {
     pub fn listen(&self, listener: TcpListener) -> anyhow::Result<()> {
         self.face().listen_port = Some(listener.local_addr()?.port());
         let agent = self.clone();
+        let met = Arc::new(());
         std::thread::Builder::new().name("listener".into()).spawn(move || {
             for stream in listener.incoming() {
                 let Ok(stream) = stream else {
                     std::thread::sleep(Duration::from_millis(100));
                     continue;
                 };
-                let agent = agent.clone();
-                let met = std::thread::Builder::new().name("stream".into()).spawn(move || {
-                    let role = agent.face().role;
-                    let channel = hotspare_replica::Channel::accepted(stream, &agent.security);
-                    let met = channel.map_err(anyhow::Error::from).and_then(|channel| match role {
-                        HostRole::Primary => crate::link::serve(&agent, channel),
-                        HostRole::Spare => crate::spare::follow(&agent, channel),
-                    });
-                    if let Err(error) = met {
-                        agent.reporter.note(&format!("{error:#}"));
-                    }
-                });
-                drop(met);
+                if Arc::strong_count(&met) <= MET_MAX {
+                    agent.clone().meet(stream, Arc::clone(&met));
+                }
             }
         })?;
         Ok(())
+    }
+
+    /// Speaks with a host on a thread of its own, which keeps `met` until the end.
+    fn meet(self, stream: TcpStream, met: Arc<()>) {
+        let speak = move || {
+            let _met = met;
+            let role = self.face().role;
+            let channel = hotspare_replica::Channel::accepted(stream, &self.security);
+            let met = channel.map_err(anyhow::Error::from).and_then(|channel| match role {
+                HostRole::Primary => crate::link::serve(&self, channel),
+                HostRole::Spare => crate::spare::follow(&self, channel),
+            });
+            if let Err(error) = met {
+                self.reporter.note(&format!("{error:#}"));
+            }
+        };
+        // Without a thread for it the host is hung up on, and dials again.
+        drop(std::thread::Builder::new().name("stream".into()).spawn(speak));
     }
 }

@@ -419,3 +419,35 @@ fn a_guest_keeps_its_limit_of_open_files_and_the_agent_has_enough_for_thousands(
     }
     goes_on(lab.host(0), &primary);
 }
+
+#[test]
+fn a_crowd_of_strangers_is_hung_up_on_and_hosts_come_in_when_it_is_gone() {
+    // The agent meets 512 at a time, with a thread each.
+    const CROWD: usize = 600;
+    let lab = Lab::new(2).unwrap();
+    let to = lab.host(1).socket(STREAM_PORT);
+    let listen = to.to_string();
+    let spare = start(lab.host(1), &["spare", "--insecure", "--listen", &listen]);
+    let crowd = lab.client().inside(move || {
+        let knock = || {
+            thread::sleep(Duration::from_millis(10));
+            TcpStream::connect(to)
+        };
+        // It listens a moment after it has started.
+        let first = std::iter::repeat_with(knock).take(1000).find_map(Result::ok);
+        let mut crowd: Vec<_> = first.into_iter().collect();
+        crowd.extend((0..CROWD).map(|_| TcpStream::connect(to).unwrap()));
+        let mut last = crowd.last().unwrap();
+        last.set_read_timeout(Some(HANG)).unwrap();
+        // Hung up on: all before it have been met by then.
+        assert_eq!(last.read(&mut [0u8; 1]).unwrap_or(0), 0);
+        crowd
+    });
+    let status = fs::read_to_string(format!("/proc/{}/status", spare.pid())).unwrap();
+    let threads = status.lines().find_map(|line| line.strip_prefix("Threads:")).unwrap();
+    assert!(threads.trim().parse::<usize>().unwrap() < CROWD, "{threads}");
+    drop(crowd);
+    let primary = run(lab.host(0), &["--insecure", "--spare", &listen]);
+    says(&primary, &["protected from epoch"]);
+    goes_on(lab.host(0), &primary);
+}

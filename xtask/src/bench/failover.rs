@@ -90,7 +90,11 @@ pub fn failovers(arguments: &FailoverArguments) -> Result<()> {
         arguments.guarantee, arguments.rate
     );
     let text = format!("{}\n{}\n{}", provenance()?, wrapped(&about), table.text);
-    finish("failover", &text, arguments.write)
+    let place = match arguments.guarantee.as_str() {
+        "timeline" => "failover",
+        _ => "unnoticed failover",
+    };
+    finish(place, &text, arguments.write)
 }
 
 fn row(table: &mut Table, keys: u64, dies: Dies, results: &[FailoverResult]) {
