@@ -66,7 +66,8 @@ impl Primary {
         if let Some(network) = self.maker.network.as_mut() {
             network.lend().context("leave the service address to the spare in the path")?;
         }
-        self.agent.reporter.note("clients reach the guest through the spare from now on");
+        let note = format!("clients reach the guest through the spare {node} from now on");
+        self.agent.reporter.note(&note);
         Ok(())
     }
 

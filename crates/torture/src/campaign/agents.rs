@@ -152,12 +152,18 @@ impl Agents {
     /// Whether clients reach the guest of this primary as they are meant to. Until then connections
     /// that are just being made break with the host (LIMITS.md).
     fn is_on_its_path(&self, index: usize) -> bool {
-        let said = |line: &Line| match &*line.text {
-            text if text.contains("through the spare from now on") => Some(true),
-            text if text.contains("the stream to spare") => Some(false),
-            _ => None,
-        };
-        self.is_direct || self.seats[index].agent.stderr().last(said) == Some(true)
+        let lines = self.seats[index].agent.stderr().lines();
+        let mut through = None;
+        for line in &lines {
+            let after = |words: &str| line.text.split_once(words).map(|(_, rest)| rest);
+            if let Some(spare) = after("clients reach the guest through the spare ") {
+                through = spare.split(' ').next();
+            } else if let Some(spare) = after("the stream to spare ") {
+                // That of a spare of before may end late.
+                through = through.filter(|name| spare.split(' ').next() != Some(name));
+            }
+        }
+        self.is_direct || through.is_some()
     }
 
     /// The agent of a host.
