@@ -78,7 +78,8 @@ pub fn latencies(arguments: &LatencyArguments) -> Result<()> {
          the latest every {} ms. Seldom: one connection, 50 requests a second. Half load: {} \
          connections at a steady rate, half of what the unprotected server did just before. \
          Saturated: as many connections, each as fast as replies come. Latency counts from when a \
-         request was due. Each server is measured unprotected before and after; loss is against \
+         request was due, under the highest load from when it was sent. Each server is measured \
+         unprotected before and after; loss is against \
          the mean of both. Every reply is checked. Clients, server, both agents and the ghost \
          share the processors.",
         arguments.epoch_ms, arguments.connections

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::{Spread, UNLIMITED, epochs, used_s};
 use crate::clients::{
-    HttpBody, HttpLane, LaneRecord, Load, Outcome, Pace, Protocol, Session, StorePlan,
+    HttpBody, HttpLane, LaneRecord, Load, Outcome, Pace, Protocol, Reply, Session, StorePlan,
 };
 use crate::clock::{Instant, millis};
 use crate::lab::{LabError, Process, SERVICE_CIDR};
@@ -48,7 +48,7 @@ pub struct LatencyBench {
 /// What a load has met.
 #[derive(Clone, Debug, Default)]
 pub struct Met {
-    /// From when a request was due to its reply, ms.
+    /// From when a request was due to its reply, ms; from when it was sent under the highest load.
     pub latency_ms: Spread,
     /// Replies a second.
     pub replies_per_s: f64,
@@ -146,7 +146,8 @@ impl Bed {
         }
         // An unprotected server is no agent.
         let agents = if self.spare.is_some() { agents } else { 0.0 };
-        Ok(Met { agents, ..self.met(&load.finish(), (start, end))? })
+        let due = rate_per_s < UNLIMITED;
+        Ok(Met { agents, ..self.met(&load.finish(), due, (start, end))? })
     }
 
     fn sessions(&self, lanes: usize) -> Vec<Box<dyn Session>> {
@@ -175,6 +176,7 @@ impl Bed {
     fn met(
         &self,
         lanes: &[LaneRecord<Box<dyn Session>>],
+        due: bool,
         (start, end): (Instant, Instant),
     ) -> Result<Met, LabError> {
         let replies = lanes.iter().flat_map(|lane| &lane.replies);
@@ -187,7 +189,10 @@ impl Bed {
             )));
         }
         let inside = replies.filter(|reply| (start..end).contains(&reply.done));
-        let latencies: Vec<f64> = inside.map(|reply| millis(reply.latency())).collect();
+        // Where each waits for the one before, nothing was due sooner.
+        let began = |reply: &Reply| if due { reply.due } else { reply.sent };
+        let latencies: Vec<f64> =
+            inside.map(|reply| millis(reply.done.since(began(reply)))).collect();
         let replies_per_s = latencies.len() as f64 / end.since(start).as_secs_f64();
         let epochs: BTreeMap<String, Spread> = epochs(&self.primary, (start, end))
             .into_iter()
