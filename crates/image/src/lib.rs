@@ -11,6 +11,7 @@ pub mod ipc;
 pub mod memory;
 pub mod objects;
 pub mod sockets;
+pub mod source;
 pub mod tree;
 
 pub use bytes::SharedBytes;

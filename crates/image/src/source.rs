@@ -1,0 +1,73 @@
+//! Where the pages of a checkpoint can be had, one by one: a store, a peer, a file.
+//!
+//! A restart that does not wait for everything asks for what the program touches first, and for
+//! the rest behind it. It knows nothing of where pages come from; whoever has them knows nothing
+//! of processes.
+
+use crate::bytes::SharedBytes;
+use crate::memory::{PAGE_BYTES, PageOwner};
+
+/// Some pages of one owner.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Span {
+    /// Whose.
+    pub owner: PageOwner,
+    /// Address (in an address space) or offset (in a shared object) of the first byte; a multiple
+    /// of [`PAGE_BYTES`].
+    pub start: u64,
+    /// How many pages.
+    pub pages: u64,
+}
+
+impl Span {
+    /// One past the last byte.
+    #[must_use]
+    pub fn end(&self) -> u64 {
+        self.start.saturating_add(self.pages.saturating_mul(PAGE_BYTES))
+    }
+}
+
+/// Pages that were asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Block {
+    /// Which.
+    pub span: Span,
+    /// What they hold.
+    pub content: BlockContent,
+}
+
+/// What the pages of a block hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BlockContent {
+    /// These bytes: [`PAGE_BYTES`] for each page.
+    Bytes(SharedBytes),
+    /// Zeros, written by the guest.
+    Zero,
+    /// Nothing of their own: zeros where memory is anonymous or shared, otherwise what the mapped
+    /// file holds.
+    Absent,
+}
+
+/// Why pages cannot be had.
+#[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
+pub enum SourceError {
+    /// they cannot be reached: {0}
+    #[error("pages of the checkpoint cannot be reached: {0}")]
+    Gone(String),
+    /// they are damaged: {0}
+    #[error("pages of the checkpoint are damaged: {0}")]
+    Damaged(String),
+}
+
+/// Has the pages of one checkpoint.
+pub trait PageSource: Send + Sync {
+    /// The pages of `wanted`, all of them: in the order of `wanted`, and within a span by address;
+    /// a span may come in several blocks, and no block has pages that nobody asked for. It is
+    /// worth asking for much at once: a source makes few requests of many spans. What it gives
+    /// was checked; after an error another source may be asked for the same.
+    fn read(&self, wanted: &[Span]) -> Result<Vec<Block>, SourceError>;
+
+    /// Everything but the pages that are [`BlockContent::Absent`], by owner and address, in spans
+    /// that are good to ask for; what a restart brings in behind the program.
+    fn all(&self) -> Vec<Span>;
+}
