@@ -10,6 +10,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hotspare_torture::campaign::{Campaign, Kind, PROGRAMS, Plan, Tally};
 use hotspare_torture::dice::Dice;
+use hotspare_torture::lab::lock;
 use hotspare_torture::programs::{build_examples, by_name, missing_commands};
 
 use crate::pool::side_by_side;
@@ -182,10 +183,6 @@ fn run_legs(arguments: &CampaignArguments, plan: &Plan, legs: Vec<Leg>) -> Resul
         Ok(Some(error)) => Err(error),
         _ => Ok(tally.into_inner().unwrap_or_default()),
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
 /// Kills a primary with a broken gate until its histories make no sense.

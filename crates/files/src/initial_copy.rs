@@ -9,12 +9,11 @@ use std::collections::{HashSet, VecDeque};
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use hotspare_image::files::{CopyMark, FileChange, FileName, InodeNumber, NewNode, NodeKind};
+use hotspare_kernel::sparse::{next_data, read_up_to};
 use nix::errno::Errno;
-use nix::unistd::{Whence, lseek};
 
 use crate::change_set::encode_in_chunks;
 use crate::error::FilesError;
@@ -308,33 +307,4 @@ fn copied_attributes(
     let (_, attributes) = shared.store.attributes(tree, inode)?;
     changes.push(FileChange::Attributes { inode, attributes });
     Ok(changes)
-}
-
-/// The next range at or after `offset` that is not a hole.
-fn next_data(file: &File, offset: u64) -> Result<Option<(u64, u64)>, Errno> {
-    let from = i64::try_from(offset).map_err(|_| Errno::EFBIG)?;
-    let start = match lseek(file, from, Whence::SeekData) {
-        Ok(start) => start,
-        Err(Errno::ENXIO) => return Ok(None),
-        Err(error) => return Err(error),
-    };
-    match lseek(file, start, Whence::SeekHole) {
-        Ok(end) => Ok(Some((start as u64, end as u64))),
-        // Truncated in between.
-        Err(Errno::ENXIO) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-fn read_up_to(file: &File, bytes: &mut [u8], offset: u64) -> std::io::Result<usize> {
-    let mut count = 0;
-    while count < bytes.len() {
-        match file.read_at(&mut bytes[count..], offset + count as u64) {
-            Ok(0) => break,
-            Ok(more) => count += more,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(count)
 }

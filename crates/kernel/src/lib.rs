@@ -24,6 +24,7 @@ pub mod segment;
 pub mod shared;
 pub mod sock_diag;
 pub mod socket;
+pub mod sparse;
 pub mod spawn;
 pub mod tcp;
 pub mod thread_info;

@@ -8,18 +8,14 @@ use crate::error::{KernelError, Result, check};
 /// are ordinary again. Needs CAP_SYS_NICE or RLIMIT_RTPRIO. Such a thread must block often: the
 /// kernel takes 50 ms of every second from one that spins.
 pub fn schedule_fifo(priority: i32) -> Result<()> {
-    let param = libc::sched_param { sched_priority: priority };
-    let policy = libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK;
-    // SAFETY: `param` is valid for the call; 0 names the calling thread.
-    let done = unsafe { libc::sched_setscheduler(0, policy, &param) };
-    check("schedule the thread first in, first out", done.into()).map(drop)
+    Schedule::first_in_first_out(priority).set(0)
 }
 
 /// While this lives, the calling thread goes before ordinary ones, if it may; else nothing changes.
 /// For moments in which others wait for this thread and can do nothing else.
 #[derive(Debug)]
 pub struct Urgent {
-    before: (i32, i32),
+    before: Schedule,
     /// A schedule belongs to the thread that asked for it.
     _own: PhantomData<*const ()>,
 }
@@ -27,19 +23,16 @@ pub struct Urgent {
 impl Urgent {
     /// From now on, at `priority` (1 to 99). A thread that is urgent anyway stays as it is.
     pub fn begin(priority: i32) -> Option<Self> {
-        let before = schedule()?;
-        let ordinary = before.0 & !libc::SCHED_RESET_ON_FORK == libc::SCHED_OTHER;
-        let begun = ordinary && schedule_fifo(priority).is_ok();
+        let before = Schedule::of(0)?;
+        let begun = before.is_ordinary() && schedule_fifo(priority).is_ok();
         begun.then_some(Self { before, _own: PhantomData })
     }
 }
 
 impl Drop for Urgent {
     fn drop(&mut self) {
-        let param = libc::sched_param { sched_priority: self.before.1 };
-        // SAFETY: `param` is valid for the call; 0 names the calling thread. Who could raise it can
-        // lower it.
-        unsafe { libc::sched_setscheduler(0, self.before.0, &param) };
+        // Who could raise it can lower it.
+        let _ = self.before.set(0);
     }
 }
 
@@ -48,39 +41,67 @@ impl Drop for Urgent {
 pub struct Hurried(i32);
 
 impl Hurried {
-    /// The calling thread, which is an ordinary one.
+    /// The calling thread.
     #[must_use]
     pub fn this() -> Self {
         // SAFETY: takes no arguments and cannot fail.
         Self(unsafe { libc::gettid() })
     }
 
-    /// Lets it go before ordinary threads, if that may be, while `wait` waits for it.
+    /// Lets it go before ordinary threads, if that may be, while `wait` waits for it. A thread that
+    /// is urgent anyway stays as it is.
     pub fn hurry<T>(self, priority: i32, wait: impl FnOnce() -> T) -> T {
-        let policy = libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK;
-        let hurried = self.schedule(policy, priority);
+        let before = Schedule::of(self.0).filter(Schedule::is_ordinary);
+        let fifo = Schedule::first_in_first_out(priority);
+        let before = before.filter(|_| fifo.set(self.0).is_ok());
         let waited = wait();
-        if hurried {
-            self.schedule(libc::SCHED_OTHER, 0);
+        if let Some(before) = before {
+            let _ = before.set(self.0);
         }
         waited
     }
-
-    fn schedule(self, policy: i32, sched_priority: i32) -> bool {
-        let param = libc::sched_param { sched_priority };
-        // SAFETY: `param` is valid for the call; a thread that has ended is no error to memory.
-        unsafe { libc::sched_setscheduler(self.0, policy, &param) == 0 }
-    }
 }
 
-/// Policy and priority of the calling thread.
-fn schedule() -> Option<(i32, i32)> {
-    let mut param = libc::sched_param { sched_priority: 0 };
-    // SAFETY: `param` is writable; 0 names the calling thread.
-    let got = unsafe { libc::sched_getparam(0, &mut param) };
-    // SAFETY: 0 names the calling thread.
-    let policy = unsafe { libc::sched_getscheduler(0) };
-    (got == 0 && policy >= 0).then_some((policy, param.sched_priority))
+/// Policy and priority of a thread (sched_setscheduler(2)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Schedule {
+    policy: i32,
+    priority: i32,
+}
+
+impl Schedule {
+    /// What a thread starts is ordinary again.
+    fn first_in_first_out(priority: i32) -> Self {
+        Self { policy: libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK, priority }
+    }
+
+    /// That of `thread`; 0 is the calling one.
+    fn of(thread: i32) -> Option<Self> {
+        let mut param = libc::sched_param { sched_priority: 0 };
+        // SAFETY: `param` is writable; a thread that has ended is no error to memory.
+        let got = unsafe { libc::sched_getparam(thread, &mut param) };
+        // SAFETY: takes a number only.
+        let policy = unsafe { libc::sched_getscheduler(thread) };
+        let is_known = got == 0 && policy >= 0;
+        is_known.then_some(Self { policy, priority: param.sched_priority })
+    }
+
+    /// Gives it to `thread`; 0 is the calling one.
+    fn set(self, thread: i32) -> Result<()> {
+        let param = libc::sched_param { sched_priority: self.priority };
+        // SAFETY: `param` is valid for the call; a thread that has ended is no error to memory.
+        let done = unsafe { libc::sched_setscheduler(thread, self.policy, &param) };
+        check("change the schedule of a thread", done.into()).map(drop)
+    }
+
+    fn is_ordinary(&self) -> bool {
+        self.policy() == libc::SCHED_OTHER
+    }
+
+    /// Without what is only for those it starts.
+    fn policy(&self) -> i32 {
+        self.policy & !libc::SCHED_RESET_ON_FORK
+    }
 }
 
 /// Locks the calling thread's stack in memory, so that it never waits for a page. Needs
@@ -133,7 +154,7 @@ mod tests {
     #[test]
     fn urgency_ends_and_leaves_what_was() {
         let policies = std::thread::spawn(|| {
-            let policy = || schedule().map(|(policy, _)| policy & !libc::SCHED_RESET_ON_FORK);
+            let policy = || Schedule::of(0).map(|now| now.policy());
             let urgent = Urgent::begin(1);
             let (begun, during) = (urgent.is_some(), policy());
             drop(urgent);
@@ -141,12 +162,12 @@ mod tests {
             // The heart's priority is not lowered.
             let heart = schedule_fifo(10).is_ok();
             let _urgent = Urgent::begin(1);
-            (begun, during, after, heart, schedule())
+            (begun, during, after, heart, Schedule::of(0))
         });
         let (begun, during, after, heart, last) = policies.join().unwrap();
         assert_eq!(during == Some(libc::SCHED_FIFO), begun);
         assert_eq!((after, begun), (Some(libc::SCHED_OTHER), heart));
-        assert_eq!(last.is_some_and(|(_, priority)| priority == 10), heart);
+        assert_eq!(last.is_some_and(|last| last.priority == 10), heart);
     }
 
     #[test]
@@ -157,7 +178,7 @@ mod tests {
         let thread = std::thread::spawn(move || {
             tell.send(Hurried::this()).unwrap();
             for () in asked {
-                let policy = schedule().map(|(policy, _)| policy & !libc::SCHED_RESET_ON_FORK);
+                let policy = Schedule::of(0).map(|now| now.policy());
                 answer.send(policy).unwrap();
             }
         });

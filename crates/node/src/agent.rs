@@ -176,7 +176,7 @@ pub struct Agent {
     pub owner: Mailbox<Message>,
     /// The heart.
     pub heart: Arc<Heart>,
-    /// When another heart was last heard, for the report of a failover.
+    /// When a primary was last heard, for the report of a failover.
     heard: Arc<Mutex<Option<Instant>>>,
     /// What is said.
     pub reporter: Reporter,
@@ -305,7 +305,9 @@ impl Agent {
             match event {
                 HeartEvent::Beat { beat, at } => {
                     // Nobody waits here for a thread without real-time priority.
-                    if let Ok(mut last) = noted.try_lock() {
+                    if beat.leads()
+                        && let Ok(mut last) = noted.try_lock()
+                    {
                         *last = Some(at);
                     }
                     ears.tell(Event::Beat(beat));
@@ -344,7 +346,7 @@ impl Agent {
         })
     }
 
-    /// When another heart was last heard.
+    /// When a primary was last heard.
     pub fn heard(&self) -> Option<Instant> {
         *self.heard.lock().unwrap_or_else(PoisonError::into_inner)
     }

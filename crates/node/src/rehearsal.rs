@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use hotspare_files::InitialCopy;
-use hotspare_image::memory::{MmId, SharedId};
+use hotspare_image::memory::{MmId, PAGE_BYTES, SharedId};
 use hotspare_kernel::{HostPid, pidfd, spawn};
 use hotspare_process::pages::PageRun;
 use serde::{Deserialize, Serialize};
@@ -537,7 +537,7 @@ fn own_bytes(process: HostPid) -> u64 {
     let statm = std::fs::read_to_string(format!("/proc/{process}/statm")).unwrap_or_default();
     let mut numbers = statm.split_ascii_whitespace().skip(1).map(str::parse::<u64>);
     match (numbers.next(), numbers.next()) {
-        (Some(Ok(resident)), Some(Ok(shared))) => resident.saturating_sub(shared) * 4096,
+        (Some(Ok(resident)), Some(Ok(shared))) => resident.saturating_sub(shared) * PAGE_BYTES,
         _ => 0,
     }
 }

@@ -27,6 +27,7 @@ pub use self::http::{HttpBody, HttpLane};
 pub use self::lane::{Lane, LaneRecord, Outcome, Reply, Session};
 pub use self::stored::{Loss, StoreLane, StorePlan, Verdict, verify};
 pub use self::wire::Protocol;
+pub(crate) use self::wire::resp;
 
 /// How hard to load a server, and how patiently.
 #[derive(Clone, Copy, Debug)]

@@ -24,7 +24,6 @@ use crate::dice::Dice;
 use crate::lab::lock;
 
 pub use self::store::StoreTalk;
-pub(crate) use self::store::redis;
 pub use self::web::WebTalk;
 
 /// Broken promises that are told in words.

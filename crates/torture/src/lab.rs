@@ -385,6 +385,7 @@ fn furnish(dir: &Path, name: &str) -> Result<Arc<Namespaces>, LabError> {
 }
 
 /// A lock whose holder panicked is still good: no state here is ever half changed.
-pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+#[must_use = "it is let go with the guard"]
+pub fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

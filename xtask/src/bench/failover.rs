@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use hotspare_torture::bench::{
     FailoverBench, FailoverResult, PauseBench, Spread, Victim, failover,
 };
@@ -16,9 +16,9 @@ pub struct FailoverArguments {
     /// Numbers of keys
     #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000,1000000,10000000")]
     keys: Vec<u64>,
-    /// Who dies
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "host")]
-    dies: Vec<Dies>,
+    /// Who dies: the primary's `host` without a word, the `agent` (`hotspare run`), the `guest`
+    #[arg(long, value_name = "host|agent|guest", value_delimiter = ',', default_value = "host")]
+    dies: Vec<Victim>,
     /// The guarantee
     #[arg(long, default_value = "timeline", value_parser = ["timeline", "output-commit"])]
     guarantee: String,
@@ -37,16 +37,6 @@ pub struct FailoverArguments {
     write: bool,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Dies {
-    /// The primary's host, without a word
-    Host,
-    /// `hotspare run` on it
-    Agent,
-    /// The guest
-    Guest,
-}
-
 /// Kills and prints what it took.
 pub fn failovers(arguments: &FailoverArguments) -> Result<()> {
     let hotspare = tree::build_hotspare()?;
@@ -62,7 +52,7 @@ pub fn failovers(arguments: &FailoverArguments) -> Result<()> {
         "requests failed",
     ]);
     for &keys in &arguments.keys {
-        for &dies in &arguments.dies {
+        for &victim in &arguments.dies {
             let bed = PauseBench {
                 hotspare: Some(hotspare.clone()),
                 spare: true,
@@ -73,14 +63,9 @@ pub fn failovers(arguments: &FailoverArguments) -> Result<()> {
                 epoch: Duration::from_millis(arguments.epoch_ms),
                 length: Duration::from_secs(1),
             };
-            let victim = match dies {
-                Dies::Host => Victim::Host,
-                Dies::Agent => Victim::Agent,
-                Dies::Guest => Victim::Guest,
-            };
             let bench = FailoverBench { bed, victim };
             let results = (0..arguments.count).map(|_| Ok(failover(&bench)?));
-            row(&mut table, keys, dies, &results.collect::<Result<Vec<_>>>()?);
+            row(&mut table, keys, victim, &results.collect::<Result<Vec<_>>>()?);
         }
     }
     let about = format!(
@@ -97,14 +82,14 @@ pub fn failovers(arguments: &FailoverArguments) -> Result<()> {
     finish(place, &text, arguments.write)
 }
 
-fn row(table: &mut Table, keys: u64, dies: Dies, results: &[FailoverResult]) {
+fn row(table: &mut Table, keys: u64, victim: Victim, results: &[FailoverResult]) {
     let spread = |part: fn(&FailoverResult) -> f64| {
         let Spread { p50, p99, max, .. } = Spread::of(results.iter().map(part).collect());
         format!("{p50:.1} / {p99:.1} / {max:.1}")
     };
     table.row([
         keys.to_string(),
-        format!("{dies:?}").to_lowercase(),
+        victim.to_string(),
         results.len().to_string(),
         spread(|one| one.outage_ms),
         spread(|one| one.failover.detect_ms),

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::MetadataExt;
 
 use hotspare_image::memory::{Backing, PAGE_BYTES, PageOwner, SharedId, SharedKind, SharedMemory};
 use hotspare_image::tree::GuestPid;
 use hotspare_kernel::HostPid;
 use hotspare_kernel::proc_maps::MapLine;
-use nix::unistd::Whence;
+use hotspare_kernel::sparse::{next_data, read_up_to};
 
 use super::ranges::{Ranges, merge_sorted};
 use super::space::{Space, Tracked, split_zeroes, tracked};
@@ -219,15 +219,7 @@ impl Object {
 
     fn read(&self, start: u64, length: usize, runs: &mut Vec<PageRun>) -> ObjectResult<()> {
         let mut bytes = vec![0u8; length];
-        let mut done = 0;
-        while done < length {
-            match self.file.read_at(&mut bytes[done..], start + done as u64) {
-                Ok(0) => break,
-                Ok(got) => done += got,
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(io("read shared memory")(error)),
-            }
-        }
+        read_up_to(&self.file, &mut bytes, start).map_err(io("read shared memory"))?;
         // The last page of an object whose size is odd is whole in memory, zero behind the end.
         split_zeroes(PageOwner::Shared(self.id), start, &bytes.into(), runs);
         Ok(())
@@ -265,18 +257,12 @@ fn kind_of(name: &str, inode: u64, mode: u32) -> SharedKind {
 /// Ranges of a memory object that hold pages, page aligned.
 fn data_ranges(file: &File, bytes: u64) -> ObjectResult<Ranges> {
     let mut ranges = Vec::new();
-    let mut at = 0i64;
-    let seek = |at, whence| nix::unistd::lseek(file.as_fd(), at, whence);
-    while (at as u64) < bytes {
-        let start = match seek(at, Whence::SeekData) {
-            Ok(start) => start,
-            Err(nix::errno::Errno::ENXIO) => break,
-            Err(errno) => return Err(io("find shared memory")(errno.into())),
-        };
-        let end = seek(start, Whence::SeekHole)
-            .map_err(|errno| io("find the end of shared memory")(errno.into()))?;
-        let up = (end as u64).div_ceil(PAGE_BYTES) * PAGE_BYTES;
-        ranges.push((start as u64 & !(PAGE_BYTES - 1), up));
+    let mut at = 0;
+    while at < bytes {
+        let found = next_data(file, at);
+        let found = found.map_err(|errno| io("find shared memory")(errno.into()))?;
+        let Some((start, end)) = found else { break };
+        ranges.push((start & !(PAGE_BYTES - 1), end.div_ceil(PAGE_BYTES) * PAGE_BYTES));
         at = end;
     }
     Ok(merge_sorted(ranges))

@@ -8,14 +8,12 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 
 use hotspare_image::memory::{AddressSpace, Backing, MmId, PAGE_BYTES, PageOwner, SharedId};
 use hotspare_kernel::memory::{self, ProcMem};
 use hotspare_kernel::pagemap::{Pagemap, Query, Region, category};
+use hotspare_kernel::sparse::{next_data, read_up_to};
 use hotspare_kernel::{HostPid, KernelError};
-use nix::errno::Errno;
-use nix::unistd::{Whence, lseek};
 
 use super::Ghost;
 use super::error::{GhostError, GhostResult};
@@ -120,31 +118,11 @@ pub fn read_shared<E: From<GhostError>>(
     while let Some((start, end)) = next_data(object, at).map_err(|errno| failed(errno.into()))? {
         let length = (end - start).min(PIECE_BYTES);
         let mut bytes = vec![0u8; length as usize];
-        let mut got = 0;
-        while got < bytes.len() {
-            match object.read_at(&mut bytes[got..], start + got as u64).map_err(failed)? {
-                0 => break,
-                more => got += more,
-            }
-        }
+        let got = read_up_to(object, &mut bytes, start).map_err(failed)?;
         bytes.truncate(got);
         at = start + length;
         let (owner, content) = (PageOwner::Shared(id), Content::Bytes(bytes.into()));
         take(PageRun { owner, start, content })?;
     }
     Ok(())
-}
-
-/// The next range at or after `offset` that is not a hole.
-fn next_data(file: &File, offset: u64) -> Result<Option<(u64, u64)>, Errno> {
-    match lseek(file, offset as i64, Whence::SeekData) {
-        Ok(start) => match lseek(file, start, Whence::SeekHole) {
-            Ok(end) => Ok(Some((start as u64, end as u64))),
-            // Shortened in between.
-            Err(Errno::ENXIO) => Ok(None),
-            Err(error) => Err(error),
-        },
-        Err(Errno::ENXIO) => Ok(None),
-        Err(error) => Err(error),
-    }
 }

@@ -1,5 +1,7 @@
 //! `cargo xtask bench failover`: how long clients wait when something dies, part by part.
 
+use std::fmt;
+use std::str::FromStr;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
@@ -21,6 +23,27 @@ pub enum Victim {
     Agent,
     /// The guest.
     Guest,
+}
+
+impl Victim {
+    const NAMED: [(&str, Self); 3] =
+        [("host", Self::Host), ("agent", Self::Agent), ("guest", Self::Guest)];
+}
+
+impl FromStr for Victim {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let named = Self::NAMED.iter().find(|(known, _)| *known == name);
+        named.map(|(_, victim)| *victim).ok_or_else(|| "host, agent or guest".to_owned())
+    }
+}
+
+impl fmt::Display for Victim {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let named = Self::NAMED.iter().find(|(_, victim)| victim == self);
+        to.write_str(named.map_or("nobody", |(name, _)| name))
+    }
 }
 
 /// One failover.

@@ -266,7 +266,7 @@ impl Witness {
             "pop" => vec!["LPOP", &key],
             _ => vec!["LRANGE", &key, "0", "-1"],
         };
-        let request = crate::fleet::redis(&words);
+        let request = crate::clients::resp(&words);
         let call = Instant::now();
         let answer = connection.send(request.as_bytes()).and_then(|()| take(connection));
         let done = answer.is_ok().then(|| Instant::now().0);
@@ -288,7 +288,7 @@ impl Witness {
         }
         let mut words = vec!["DEL"];
         words.extend(keys.iter().map(String::as_str));
-        connection.send(crate::fleet::redis(&words).as_bytes())?;
+        connection.send(crate::clients::resp(&words).as_bytes())?;
         take(connection).map(|_| ())
     }
 

@@ -19,11 +19,9 @@ pub enum Protocol {
 impl Protocol {
     /// Appends a request that stores `value`, a text without spaces or line ends.
     pub fn put_set(self, request: &mut Vec<u8>, key: &str, value: &str) {
-        let (key_bytes, value_bytes) = (key.len(), value.len());
+        let value_bytes = value.len();
         let said = match self {
-            Protocol::Redis => {
-                format!("*3\r\n$3\r\nSET\r\n${key_bytes}\r\n{key}\r\n${value_bytes}\r\n{value}\r\n")
-            }
+            Protocol::Redis => resp(&["SET", key, value]),
             Protocol::Memcached => format!("set {key} 0 0 {value_bytes}\r\n{value}\r\n"),
             Protocol::Line => format!("SET {key} {value}\n"),
             Protocol::HttpStore => format!(
@@ -37,7 +35,7 @@ impl Protocol {
     /// Appends a request for the value of `key`.
     pub fn put_get(self, request: &mut Vec<u8>, key: &str) {
         let said = match self {
-            Protocol::Redis => format!("*2\r\n$3\r\nGET\r\n${}\r\n{key}\r\n", key.len()),
+            Protocol::Redis => resp(&["GET", key]),
             Protocol::Memcached => format!("get {key}\r\n"),
             Protocol::Line => format!("GET {key}\n"),
             Protocol::HttpStore => format!("GET /store/{key} HTTP/1.1\r\nHost: lab\r\n\r\n"),
@@ -70,6 +68,18 @@ impl Protocol {
             Protocol::HttpStore => take_json(connection),
         }
     }
+}
+
+/// A command of Redis in RESP: <https://redis.io/docs/latest/develop/reference/protocol-spec/>.
+pub(crate) fn resp(words: &[&str]) -> String {
+    let mut said = format!("*{}\r\n", words.len());
+    for word in words {
+        let bytes = word.len().to_string();
+        for piece in ["$", &bytes, "\r\n", word, "\r\n"] {
+            said.push_str(piece);
+        }
+    }
+    said
 }
 
 fn take_redis(connection: &mut Connection) -> Result<Option<String>, ClientError> {

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use super::{Talk, Wrong};
-use crate::clients::Protocol;
+use crate::clients::{Protocol, resp};
 use crate::dice::Dice;
 
 /// A list is read and begun anew at this length.
@@ -114,7 +114,7 @@ impl StoreTalk {
 
     fn increment_words(&self, key: &str) -> String {
         match self.protocol {
-            Protocol::Redis => redis(&["INCR", key]),
+            Protocol::Redis => resp(&["INCR", key]),
             Protocol::Memcached => format!("incr {key} 1\r\n"),
             Protocol::Line | Protocol::HttpStore => format!("INCR {key}\n"),
         }
@@ -128,18 +128,18 @@ impl StoreTalk {
             (Protocol::Redis, false) => {
                 self.writes += 1;
                 let item = self.writes.to_string();
-                out.extend_from_slice(redis(&["RPUSH", &key, &item]).as_bytes());
+                out.extend_from_slice(resp(&["RPUSH", &key, &item]).as_bytes());
                 self.list.push(self.writes);
                 self.expect("push", Reply::Number(self.list.len() as u64));
             }
             (Protocol::Redis, true) if self.is_read => {
-                out.extend_from_slice(redis(&["DEL", &key]).as_bytes());
+                out.extend_from_slice(resp(&["DEL", &key]).as_bytes());
                 self.expect("delete", Reply::Number(1));
                 self.list.clear();
                 self.is_read = false;
             }
             (Protocol::Redis, true) => {
-                out.extend_from_slice(redis(&["LRANGE", &key, "0", "-1"]).as_bytes());
+                out.extend_from_slice(resp(&["LRANGE", &key, "0", "-1"]).as_bytes());
                 self.expect("range", Reply::Items(self.list.clone()));
                 self.is_read = true;
             }
@@ -314,15 +314,6 @@ impl Talk for StoreTalk {
             self.expected.clear();
         }
     }
-}
-
-/// A request as Redis wants it.
-pub(crate) fn redis(words: &[&str]) -> String {
-    let mut said = format!("*{}\r\n", words.len());
-    for word in words {
-        said.push_str(&format!("${}\r\n{word}\r\n", word.len()));
-    }
-    said
 }
 
 /// A line without its end, and where the next one begins.
