@@ -135,6 +135,55 @@ pub struct Mapping {
     pub name: Option<String>,
 }
 
+impl Mapping {
+    /// Flags that decide how memory is mapped, not how it is advised.
+    const MAP_FLAGS: u32 = mapping_flags::GROWS_DOWN | mapping_flags::DROPPABLE;
+
+    /// Whether this and a later mapping that lies over it are one memory, so that its pages stay.
+    #[must_use]
+    pub fn is_same_memory(&self, later: &Mapping) -> bool {
+        let shift = |offset: u64, mapping: &Mapping| offset.wrapping_sub(mapping.range.start.0);
+        let same_flags = self.flags & Self::MAP_FLAGS == later.flags & Self::MAP_FLAGS;
+        same_flags
+            && match (&self.backing, &later.backing) {
+                (Backing::Anonymous, Backing::Anonymous) => true,
+                (
+                    Backing::PrivateFile { file, offset },
+                    Backing::PrivateFile { file: other, offset: at },
+                ) => file == other && shift(*offset, self) == shift(*at, later),
+                (
+                    Backing::SharedFile { file, offset, writable },
+                    Backing::SharedFile { file: other, offset: at, writable: write },
+                ) => {
+                    let same_place = shift(*offset, self) == shift(*at, later);
+                    file == other && same_place && writable == write
+                }
+                (
+                    Backing::SharedMemory { object, offset, private, writable },
+                    Backing::SharedMemory {
+                        object: other,
+                        offset: at,
+                        private: apart,
+                        writable: write,
+                    },
+                ) => {
+                    object == other
+                        && shift(*offset, self) == shift(*at, later)
+                        && (private, writable) == (apart, write)
+                }
+                (Backing::Special { name }, Backing::Special { name: other }) => name == other,
+                (
+                    Backing::Anonymous
+                    | Backing::PrivateFile { .. }
+                    | Backing::SharedFile { .. }
+                    | Backing::SharedMemory { .. }
+                    | Backing::Special { .. },
+                    _,
+                ) => false,
+            }
+    }
+}
+
 /// Bits of [`Mapping::flags`], from `VmFlags` of `/proc/PID/smaps` (proc(5)).
 pub mod mapping_flags {
     /// Grows down (a stack made with `MAP_GROWSDOWN` or by exec).

@@ -67,7 +67,7 @@ pub trait PageSource: Send + Sync {
     /// was checked; after an error another source may be asked for the same.
     fn read(&self, wanted: &[Span]) -> Result<Vec<Block>, SourceError>;
 
-    /// Everything but the pages that are [`BlockContent::Absent`], by owner and address, in spans
-    /// that are good to ask for; what a restart brings in behind the program.
+    /// Everything but the pages that are [`BlockContent::Absent`], in the order in which it is
+    /// cheapest to ask for; what a restart brings in behind the program.
     fn all(&self) -> Vec<Span>;
 }

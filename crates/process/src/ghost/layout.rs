@@ -1,6 +1,6 @@
 //! From one layout of an address space to the next: what to unmap, map and change.
 
-use hotspare_image::memory::{Backing, GuestRange, Mapping, mapping_flags};
+use hotspare_image::memory::{Backing, GuestRange, Mapping};
 
 /// One change to an address space.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,9 +14,6 @@ pub(super) enum Change {
     /// Only flags or name differ: the range, the new mapping's index, the old flags.
     Flags(GuestRange, usize, u32),
 }
-
-/// Flags that decide how memory is mapped, not how it is advised.
-const MAP_FLAGS: u32 = mapping_flags::GROWS_DOWN | mapping_flags::DROPPABLE;
 
 /// What leads from `old` to `new`; parts of `new` inside `fresh` are mapped anew in any case.
 ///
@@ -72,7 +69,7 @@ fn compare(
         (Some(_), None) => found.push(Change::Unmap(piece)),
         (None, Some((index, _))) => found.push(Change::Map(piece, index)),
         (Some(was), Some((index, is))) => {
-            if anew || !same_memory(was, is) {
+            if anew || !was.is_same_memory(is) {
                 found.push(Change::Map(piece, index));
                 return;
             }
@@ -84,46 +81,6 @@ fn compare(
             }
         }
     }
-}
-
-/// Whether both are parts of one mapping, so that its pages stay.
-fn same_memory(was: &Mapping, is: &Mapping) -> bool {
-    let shift = |offset: u64, mapping: &Mapping| offset.wrapping_sub(mapping.range.start.0);
-    let same_flags = was.flags & MAP_FLAGS == is.flags & MAP_FLAGS;
-    same_flags
-        && match (&was.backing, &is.backing) {
-            (Backing::Anonymous, Backing::Anonymous) => true,
-            (
-                Backing::PrivateFile { file, offset },
-                Backing::PrivateFile { file: other, offset: at },
-            ) => file == other && shift(*offset, was) == shift(*at, is),
-            (
-                Backing::SharedFile { file, offset, writable },
-                Backing::SharedFile { file: other, offset: at, writable: write },
-            ) => file == other && shift(*offset, was) == shift(*at, is) && writable == write,
-            (
-                Backing::SharedMemory { object, offset, private, writable },
-                Backing::SharedMemory {
-                    object: other,
-                    offset: at,
-                    private: apart,
-                    writable: write,
-                },
-            ) => {
-                object == other
-                    && shift(*offset, was) == shift(*at, is)
-                    && (private, writable) == (apart, write)
-            }
-            (Backing::Special { name }, Backing::Special { name: other }) => name == other,
-            (
-                Backing::Anonymous
-                | Backing::PrivateFile { .. }
-                | Backing::SharedFile { .. }
-                | Backing::SharedMemory { .. }
-                | Backing::Special { .. },
-                _,
-            ) => false,
-        }
 }
 
 fn join(last: &mut Change, next: &Change) -> bool {

@@ -1,0 +1,27 @@
+//! Where images live: checkpoints as objects in a directory or an S3-compatible store.
+//!
+//! A checkpoint is some *packs* of bytes and one *manifest*, written last: what has a manifest is
+//! whole. `docs/formats/store.md` has the bytes.
+#![forbid(unsafe_code)]
+
+mod bucket;
+mod error;
+mod extents;
+mod gather;
+mod manifest;
+mod names;
+mod pages;
+mod reader;
+mod retention;
+mod seal;
+mod writer;
+
+pub use bucket::{Address, Bucket, Listed, Requests};
+pub use error::{StoreError, StoreResult};
+pub use gather::{Batch, Gatherer};
+pub use manifest::{About, Host, Manifest};
+pub use names::{Base, Name};
+pub use reader::{Catalogue, Loaded, Reign, Store};
+pub use retention::Keep;
+pub use seal::Key;
+pub use writer::{AtPoint, Point, Stored, Writer};
