@@ -9,6 +9,7 @@ pub mod identity;
 pub mod ipc;
 pub mod kept_file;
 pub mod memory;
+pub mod missing;
 pub mod namespace;
 pub mod netlink;
 pub mod news;

@@ -23,3 +23,11 @@ pub fn get_fd(process: BorrowedFd<'_>, fd: i32) -> Result<OwnedFd> {
     // SAFETY: the kernel just gave us this descriptor.
     Ok(unsafe { OwnedFd::from_raw_fd(copy as i32) })
 }
+
+/// Sends a signal to the process (pidfd_send_signal(2)).
+pub fn send_signal(process: BorrowedFd<'_>, signal: i32) -> Result<()> {
+    let (fd, number) = (process.as_raw_fd(), libc::SYS_pidfd_send_signal);
+    // SAFETY: no information is passed along.
+    let done = unsafe { libc::syscall(number, fd, signal, std::ptr::null::<libc::siginfo_t>(), 0) };
+    check("send signal", done).map(drop)
+}

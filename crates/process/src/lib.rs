@@ -5,5 +5,6 @@ pub mod capture;
 pub mod ghost;
 pub mod guest;
 pub mod init;
+pub mod lazy;
 pub mod objects;
 pub mod pages;

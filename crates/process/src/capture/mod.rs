@@ -80,6 +80,7 @@ impl Guest {
     /// Stops the guest for as long as it takes to put the stub and write tracking into processes
     /// that do not have them, and scans their memory once.
     pub fn prepare(&mut self) -> ObjectResult<()> {
+        self.must_be_loaded()?;
         self.stop_all()?;
         let prepared = self.prepare_stopped();
         match self.resume_all()? {
@@ -208,6 +209,7 @@ impl Guest {
         rules: &mut CheckpointRules<'_>,
         during: &mut dyn FnMut() -> ObjectResult<()>,
     ) -> ObjectResult<Option<Captured>> {
+        self.must_be_loaded()?;
         let begin = Instant::now();
         let mut parts = PauseParts::default();
         self.stop_all()?;

@@ -33,6 +33,7 @@ mod fill;
 mod finalise;
 mod hands;
 mod ipc_users;
+mod late;
 mod layout;
 mod sources;
 mod threads;

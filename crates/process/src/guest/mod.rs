@@ -16,6 +16,7 @@ pub(crate) mod waits;
 
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hotspare_image::memory::MmId;
@@ -25,7 +26,8 @@ use hotspare_kernel::ptrace::{self, Stop, Waited, Whose};
 
 use crate::capture::rest::Rest;
 use crate::capture::shared::SharedTable;
-use crate::objects::error::ObjectResult;
+use crate::lazy::LoaderProgress;
+use crate::objects::error::{ObjectError, ObjectResult};
 use crate::pages::PageRun;
 pub(crate) use register::SeenRestart;
 pub use register::{Ended, Process, Thread};
@@ -58,6 +60,8 @@ pub struct Guest {
     next_mm: u32,
     /// Stops given up since the last good one, because a thread was in vfork(2).
     vfork_refusals: u32,
+    /// Memory that is still coming.
+    loading: Option<Arc<LoaderProgress>>,
 }
 
 impl Guest {
@@ -98,7 +102,22 @@ impl Guest {
             kick: None,
             next_mm: 1,
             vfork_refusals: 0,
+            loading: None,
         })
+    }
+
+    /// Its memory is still being loaded. Until it is there, writes to it cannot be tracked, and
+    /// checkpoints answer that it is too early.
+    pub fn is_loading(&mut self, progress: Arc<LoaderProgress>) {
+        self.loading = Some(progress);
+    }
+
+    pub(crate) fn must_be_loaded(&mut self) -> ObjectResult<()> {
+        self.loading.take_if(|loading| loading.is_done());
+        let Some(loading) = &self.loading else { return Ok(()) };
+        let left = loading.bytes_left() >> 20;
+        let what = format!("still being loaded, {left} MiB are to come");
+        Err(ObjectError::transient("the guest's memory", what))
     }
 
     /// Whether any process is left.

@@ -2,7 +2,9 @@
 //!
 //! This test has no harness: it executes itself as the guest's init, which must have one thread.
 
+mod late;
 mod scenes;
+mod stored;
 mod world;
 
 use std::os::unix::process::CommandExt;

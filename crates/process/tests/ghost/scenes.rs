@@ -5,11 +5,15 @@ use std::time::Duration;
 
 use hotspare_image::tree::GuestPid;
 
+use super::late;
 use super::world::{Primary, Spare};
 
 type Scene = fn();
 
 const SCENES: &[(&str, Scene)] = &[
+    ("a_program_runs_before_its_memory_is_there", late::runs_before_it_is_loaded),
+    ("what_is_forked_moved_and_discarded_while_it_comes_is_right", late::changes_while_it_comes),
+    ("a_guest_whose_memory_is_lost_is_stopped", late::stopped_without_memory),
     ("the_program_that_is_awaited_has_descriptors_of_its_own_only", awaited),
     ("a_counting_program_counts_on", counts_on),
     ("a_full_copy_in_pieces_is_not_wiped_by_its_last_step", fills),
@@ -45,6 +49,10 @@ fn guest_program(path: &str) -> ExitCode {
     };
     let mut primary = Primary::start_in(&[path, &out], Some(&directory));
     primary.run_for(Duration::from_millis(150));
+    if std::env::var_os("LATE").is_some() {
+        let hops = number("HOPS", 2);
+        return late::guest_program(primary, hops, name, &directory);
+    }
     for _ in 0..number("HOPS", 2) {
         let first = primary.checkpoint();
         let mut spare = Spare::start_in(&first.0, Some(&directory));
@@ -56,6 +64,12 @@ fn guest_program(path: &str) -> ExitCode {
         primary.die();
         primary = spare.take_over();
     }
+    finish(primary, name, &directory)
+}
+
+/// Lets a program of guests/ come to its end; it must pass.
+pub fn finish(mut primary: Primary, name: &str, directory: &str) -> ExitCode {
+    let out = format!("{directory}/out");
     while primary.guest.root_status().is_none() {
         primary.run_for(Duration::from_millis(20));
     }
@@ -66,7 +80,7 @@ fn guest_program(path: &str) -> ExitCode {
         println!("{name}: status {status:?}, output ends {tail:?}");
         return ExitCode::FAILURE;
     }
-    let _ = std::fs::remove_dir_all(&directory);
+    let _ = std::fs::remove_dir_all(directory);
     ExitCode::SUCCESS
 }
 

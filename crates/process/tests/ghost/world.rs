@@ -3,9 +3,12 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use hotspare_image::Checkpoint;
+use hotspare_image::source::PageSource;
 use hotspare_image::tree::GuestPid;
 use hotspare_kernel::HostPid;
 use hotspare_process::capture::objects::ObjectCapture;
@@ -14,6 +17,7 @@ use hotspare_process::capture::{Captured, CheckpointRules};
 use hotspare_process::ghost::{FileWorld, Ghost, GhostConfig, clock_offsets};
 use hotspare_process::guest::Guest;
 use hotspare_process::init::{FirstProgram, GuestNamespaces, Init, InitConfig, WritablePath};
+use hotspare_process::lazy::{LoadFailure, Loaded, LoaderProgress, Plan};
 use hotspare_process::objects::capture::DescriptorCapture;
 use hotspare_process::objects::error::ObjectError;
 use hotspare_process::objects::ipc::IpcCapture;
@@ -183,6 +187,12 @@ fn rules(shared: Option<&str>) -> FileRules {
     FileRules::new(shared.map(|path| (path.to_owned(), Standing::Shared)))
 }
 
+/// Memory that is still coming.
+pub struct Loading {
+    pub progress: Arc<LoaderProgress>,
+    pub thread: JoinHandle<Result<Loaded, LoadFailure>>,
+}
+
 /// The ghost's side.
 pub struct Spare {
     pub ghost: Ghost,
@@ -226,6 +236,24 @@ impl Spare {
         self.ghost.begin_full(&checkpoint).expect("takes on the layout");
         self.ghost.fill(&mut runs.into_iter()).expect("fills");
         self.ghost.apply(checkpoint, &mut std::iter::empty()).expect("applies");
+    }
+
+    /// A restart that does not wait for its memory.
+    pub fn restart_late(
+        mut self,
+        checkpoint: Checkpoint,
+        source: Arc<dyn PageSource>,
+        plan: &Plan,
+    ) -> (Primary, Loading) {
+        let loader = self.ghost.apply_late(checkpoint, &*source, plan).expect("applies");
+        let progress = loader.progress();
+        let loading = Loading {
+            progress: progress.clone(),
+            thread: std::thread::spawn(move || loader.run(&*source)),
+        };
+        let mut primary = self.take_over();
+        primary.guest.is_loading(progress);
+        (primary, loading)
     }
 
     /// Failover: the ghost goes live.

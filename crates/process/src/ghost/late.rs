@@ -1,0 +1,162 @@
+//! A ghost that goes live before its memory is there.
+
+use std::collections::BTreeMap;
+use std::os::fd::AsFd;
+
+use hotspare_image::Checkpoint;
+use hotspare_image::memory::{Backing, Mapping, MmId, PAGE_BYTES, PageOwner, mapping_flags};
+use hotspare_image::source::{Block, BlockContent, PageSource, Span};
+use hotspare_kernel::missing::{self, MissingPages};
+use hotspare_kernel::pidfd;
+
+use super::Ghost;
+use super::body::Body;
+use super::error::{GhostError, GhostResult};
+use crate::capture::ranges::{Ranges, merge_sorted};
+use crate::lazy::{LazySpace, Loader, Plan};
+use crate::pages::{Content, PageRun};
+
+/// Fetched with one request before the guest runs.
+const FIRST_BYTES: u64 = 32 << 20;
+
+impl Ghost {
+    /// Becomes the guest of a checkpoint whose pages are elsewhere, without waiting for all of
+    /// them. The ghost must be new. What `plan` wants first is there afterwards, and what cannot
+    /// come late; the loader must [run](Loader::run) before anything else is done to the ghost.
+    pub fn apply_late(
+        &mut self,
+        checkpoint: Checkpoint,
+        source: &dyn PageSource,
+        plan: &Plan,
+    ) -> GhostResult<Loader> {
+        if self.image.is_some() {
+            return Err(GhostError::Image("only a new ghost can be loaded late".into()));
+        }
+        self.take_on(&checkpoint)?;
+        let all = source.all();
+        let places = late_places(&checkpoint);
+        let mut late = BTreeMap::new();
+        let mut first: Vec<Span> = Vec::new();
+        for (owner, spans) in by_owner(&all) {
+            let PageOwner::Mm(id) = owner else {
+                first.extend(spans_of(owner, &spans));
+                continue;
+            };
+            // An address space that no process has is of no use.
+            let Some(places) = places.get(&id) else { continue };
+            first.extend(spans_of(owner, &spans.without(places)));
+            late.insert(id, spans.common(places));
+        }
+        for (id, ranges) in &mut late {
+            let mine = plan.first.iter().filter(|span| span.owner == PageOwner::Mm(*id));
+            let mine = merge_sorted(mine.map(|span| (span.start, span.end())).collect());
+            let early = ranges.common(&mine);
+            *ranges = ranges.without(&early);
+            first.extend(spans_of(PageOwner::Mm(*id), &early));
+        }
+        for wanted in requests(&first, FIRST_BYTES) {
+            let blocks = source.read(&wanted).map_err(|error| GhostError::Io {
+                verb: "load memory".into(),
+                source: std::io::Error::other(error),
+            })?;
+            self.fill(&mut blocks.into_iter().filter_map(run_of))?;
+        }
+        let mut spaces = Vec::new();
+        for body in self.bodies.values().filter(|body| !body.zombie) {
+            let Some(id) = body.space else { continue };
+            let Some(ranges) = late.get(&id).filter(|ranges| !ranges.is_empty()) else { continue };
+            spaces.push(miss(body, id, ranges).map_err(GhostError::at(body.pid))?);
+        }
+        self.end_zombies(&checkpoint)?;
+        self.image = Some(checkpoint);
+        let order = plan.then.iter().copied().chain(all).collect();
+        Ok(Loader::new(spaces, order, self.init().host_pid())?)
+    }
+}
+
+/// Registers what comes late.
+fn miss(body: &Body, id: MmId, ranges: &Ranges) -> GhostResult<LazySpace> {
+    let verb = "create userfaultfd in the ghost";
+    let fd = body.batch().ask(verb, libc::SYS_userfaultfd, &[missing::FLAGS])?;
+    let taken = pidfd::get_fd(body.pidfd.as_fd(), fd as i32);
+    body.batch().ask("close userfaultfd in the ghost", libc::SYS_close, &[fd])?;
+    let missing = MissingPages::new(taken?)?;
+    let mut registered = Ranges::default();
+    for mapping in body.layout.iter().filter(|mapping| comes_late(mapping)) {
+        let (start, end) = (mapping.range.start.0, mapping.range.end.0);
+        // All of a mapping or nothing: mremap(2) wants one, not several.
+        if !ranges.within(start, end).is_empty() {
+            missing.register(start, end)?;
+            registered.push(start, end);
+        }
+    }
+    let mut space = LazySpace::new(id, missing, registered);
+    for (start, end) in ranges.iter() {
+        space.pending.add(start, end);
+    }
+    Ok(space)
+}
+
+/// Memory in which nobody but a page fault of its own process can miss a page.
+fn comes_late(mapping: &Mapping) -> bool {
+    // What a child finds empty must not be brought in for it.
+    let excluded = mapping_flags::DROPPABLE | mapping_flags::WIPE_ON_FORK;
+    mapping.backing == Backing::Anonymous && mapping.flags & excluded == 0
+}
+
+/// Where memory may come late, by address space.
+fn late_places(checkpoint: &Checkpoint) -> BTreeMap<MmId, Ranges> {
+    let places = checkpoint.spaces.iter().map(|space| {
+        let mappings = space.mappings.iter().filter(|mapping| comes_late(mapping));
+        let mappings = mappings.map(|mapping| (mapping.range.start.0, mapping.range.end.0));
+        (space.id, merge_sorted(mappings.collect()))
+    });
+    places.collect()
+}
+
+fn by_owner(all: &[Span]) -> BTreeMap<PageOwner, Ranges> {
+    let mut owners: BTreeMap<PageOwner, Vec<(u64, u64)>> = BTreeMap::new();
+    for span in all {
+        owners.entry(span.owner).or_default().push((span.start, span.end()));
+    }
+    owners.into_iter().map(|(owner, spans)| (owner, merge_sorted(spans))).collect()
+}
+
+fn spans_of(owner: PageOwner, ranges: &Ranges) -> Vec<Span> {
+    let span = |(start, end): (u64, u64)| Span { owner, start, pages: (end - start) / PAGE_BYTES };
+    ranges.iter().map(span).collect()
+}
+
+/// Spans in groups of up to `bytes_max` bytes.
+fn requests(spans: &[Span], bytes_max: u64) -> Vec<Vec<Span>> {
+    let mut groups = vec![Vec::new()];
+    let mut room = bytes_max / PAGE_BYTES;
+    for span in spans {
+        let mut rest = *span;
+        while rest.pages > 0 {
+            if room == 0 {
+                groups.push(Vec::new());
+                room = bytes_max / PAGE_BYTES;
+            }
+            let pages = rest.pages.min(room);
+            if let Some(group) = groups.last_mut() {
+                group.push(Span { pages, ..rest });
+            }
+            rest =
+                Span { start: rest.start + pages * PAGE_BYTES, pages: rest.pages - pages, ..rest };
+            room -= pages;
+        }
+    }
+    groups.retain(|group| !group.is_empty());
+    groups
+}
+
+fn run_of(block: Block) -> Option<PageRun> {
+    let Span { owner, start, pages } = block.span;
+    let content = match block.content {
+        BlockContent::Bytes(bytes) => Content::Bytes(bytes),
+        BlockContent::Zero => Content::Zero(pages),
+        BlockContent::Absent => return None,
+    };
+    Some(PageRun { owner, start, content })
+}

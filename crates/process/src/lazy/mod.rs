@@ -1,0 +1,23 @@
+//! A restart that does not wait for its memory, after FREM (Li and Lan, "A Fast Restart Mechanism
+//! for Checkpoint/Recovery Protocols in Networked Environments").
+//!
+//! ```text
+//!  checkpoint ──▶ layout, small things, touch set ──▶ finalise ──▶ release ──▶ runs
+//!                                        │                            │
+//!                                      Loader: the rest, in the order of first touch
+//!                                              what the guest waits for, ahead of it
+//! ```
+//!
+//! Private anonymous memory comes late; everything else is there before the guest runs: shared
+//! memory can be read by means that no page fault sees (read(2) of a memfd), and what a program
+//! has written over its files is little.
+
+mod loader;
+mod pending;
+mod plan;
+mod space;
+
+pub use loader::{LoadFailure, Loaded, Loader, LoaderProgress};
+pub(crate) use space::LazySpace;
+
+pub use plan::Plan;
