@@ -98,6 +98,9 @@ fn transferred(pid: HostPid, verb: &'static str, got: libc::ssize_t) -> Result<u
 }
 
 /// `/proc/PID/mem`: writes even where the mapping is read-only (private mappings; proc(5)).
+///
+/// It does not wait for pages that are still to come (`userfaultfd`): it fails with EIO, and the
+/// calls that do wait are made then.
 #[derive(Debug)]
 pub struct ProcMem(File, HostPid);
 
@@ -112,15 +115,36 @@ impl ProcMem {
 
     /// Writes all of `source` at `address`.
     pub fn write_all(&self, address: u64, source: &[u8]) -> Result<()> {
-        self.0.write_all_at(source, address).map_err(KernelError::io("write process memory"))
+        match self.0.write_all_at(source, address) {
+            Err(error) if is_missing(&error) => {
+                let written = write(self.1, &[(address, source.len())], source)?;
+                complete(written, source.len(), "write process memory")
+            }
+            written => written.map_err(KernelError::io("write process memory")),
+        }
     }
 
     /// Fills `target` from `address`.
     pub fn read_exact(&self, address: u64, target: &mut [u8]) -> Result<()> {
-        self.0.read_exact_at(target, address).map_err(|source| match source.kind() {
+        match self.0.read_exact_at(target, address) {
+            Ok(()) => Ok(()),
+            Err(error) if is_missing(&error) => {
+                let got = read(self.1, &[(address, target.len())], target)?;
+                complete(got, target.len(), "read process memory")
+            }
             // The memory of a process that has ended has no bytes.
-            std::io::ErrorKind::UnexpectedEof => KernelError::Died(self.1),
-            _ => KernelError::Call { verb: "read process memory", source },
-        })
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+                Err(KernelError::Died(self.1))
+            }
+            Err(source) => Err(KernelError::Call { verb: "read process memory", source }),
+        }
     }
+}
+
+fn is_missing(error: &std::io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EIO)
+}
+
+fn complete(done: usize, wanted: usize, verb: &'static str) -> Result<()> {
+    if done == wanted { Ok(()) } else { Err(KernelError::from_errno(verb, libc::EIO)) }
 }

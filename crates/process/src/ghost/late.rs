@@ -8,14 +8,22 @@ use hotspare_image::memory::{Backing, Mapping, MmId, PAGE_BYTES, PageOwner, mapp
 use hotspare_image::source::{Block, BlockContent, PageSource, Span};
 use hotspare_kernel::missing::{self, MissingPages};
 use hotspare_kernel::pidfd;
+use hotspare_kernel::ptrace::reg;
 
-use super::Ghost;
 use super::body::Body;
 use super::error::{GhostError, GhostResult};
+use super::{Ghost, living};
 use crate::capture::ranges::{Ranges, merge_sorted};
 use crate::lazy::{LazySpace, Loader, Plan};
 use crate::pages::{Content, PageRun};
 
+/// Below the stack pointer, a function may keep something (System V ABI for x86-64).
+const RED_ZONE: u64 = 128;
+/// Of a longer list of arguments, the rest comes late.
+const VITAL_PAGES: u64 = 32;
+/// In [`hotspare_image::memory::Layout::words`].
+const ARG_START: usize = 7;
+const ENV_END: usize = 10;
 /// Fetched with one request before the guest runs.
 const FIRST_BYTES: u64 = 32 << 20;
 
@@ -35,6 +43,7 @@ impl Ghost {
         self.take_on(&checkpoint)?;
         let all = source.all();
         let places = late_places(&checkpoint);
+        let vital = vital(&checkpoint);
         let mut late = BTreeMap::new();
         let mut first: Vec<Span> = Vec::new();
         for (owner, spans) in by_owner(&all) {
@@ -48,7 +57,8 @@ impl Ghost {
             late.insert(id, spans.common(places));
         }
         for (id, ranges) in &mut late {
-            let mine = plan.first.iter().filter(|span| span.owner == PageOwner::Mm(*id));
+            let wanted = plan.first.iter().chain(&vital);
+            let mine = wanted.filter(|span| span.owner == PageOwner::Mm(*id));
             let mine = merge_sorted(mine.map(|span| (span.start, span.end())).collect());
             let early = ranges.common(&mine);
             *ranges = ranges.without(&early);
@@ -112,6 +122,34 @@ fn late_places(checkpoint: &Checkpoint) -> BTreeMap<MmId, Ranges> {
         (space.id, merge_sorted(mappings.collect()))
     });
     places.collect()
+}
+
+/// What the first instruction of every thread needs, and who looks at the process (ps reads its
+/// arguments, and is not made to wait for them).
+fn vital(checkpoint: &Checkpoint) -> Vec<Span> {
+    let mut spans = Vec::new();
+    for (_, live) in living(checkpoint) {
+        let owner = PageOwner::Mm(live.mm);
+        let mut add = |from: u64, to: u64| {
+            let start = from & !(PAGE_BYTES - 1);
+            let pages = to.saturating_sub(start).div_ceil(PAGE_BYTES);
+            spans.push(Span { owner, start, pages: pages.min(VITAL_PAGES) });
+        };
+        for thread in &live.threads {
+            let stack = thread.registers[reg::RSP];
+            add(stack.saturating_sub(RED_ZONE), stack.saturating_add(2 * PAGE_BYTES));
+            let local = thread.registers[reg::FS_BASE];
+            add(local.saturating_sub(PAGE_BYTES), local.saturating_add(PAGE_BYTES));
+            for place in [thread.rseq[0], thread.robust_list[0], thread.clear_tid.0] {
+                add(place, place.saturating_add(64));
+            }
+        }
+        if let Some(space) = checkpoint.spaces.iter().find(|space| space.id == live.mm) {
+            let words = &space.layout.words;
+            add(words[ARG_START], words[ENV_END]);
+        }
+    }
+    spans
 }
 
 fn by_owner(all: &[Span]) -> BTreeMap<PageOwner, Ranges> {
