@@ -1,6 +1,8 @@
 //! Typed handles on the Linux kernel: ptrace, userfaultfd, pagemap, TCP_REPAIR, namespaces.
 //! The host side's only unsafe code.
 
+pub mod accessed;
+mod btf;
 pub mod descriptor;
 pub mod epoll;
 mod error;

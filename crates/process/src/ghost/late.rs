@@ -41,6 +41,8 @@ impl Ghost {
             return Err(GhostError::Image("only a new ghost can be loaded late".into()));
         }
         self.take_on(&checkpoint)?;
+        // Only those that were there before have it.
+        self.set_subreapers(&checkpoint)?;
         let all = source.all();
         let places = late_places(&checkpoint);
         let vital = vital(&checkpoint);

@@ -76,7 +76,7 @@ impl Ghost {
         body.empty(&space.mappings)
     }
 
-    fn set_subreapers(&mut self, checkpoint: &Checkpoint) -> GhostResult<()> {
+    pub(super) fn set_subreapers(&mut self, checkpoint: &Checkpoint) -> GhostResult<()> {
         for process in &checkpoint.processes {
             let ProcessState::Alive(live) = &process.state else { continue };
             let Some(body) = self.bodies.get_mut(&process.pid) else { continue };
