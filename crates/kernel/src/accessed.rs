@@ -438,12 +438,12 @@ mod tests {
         let at = unsafe { libc::mmap(std::ptr::null_mut(), bytes, 3, flags, -1, 0) } as usize;
         let touch = |page: usize, write: bool| {
             let place = (at + page * PAGE) as *mut u8;
-            // SAFETY: in the mapping, which is never unmapped.
-            unsafe {
-                match write {
-                    true => place.write_volatile(1),
-                    false => drop(place.read_volatile()),
-                }
+            if write {
+                // SAFETY: in the mapping, which is never unmapped.
+                unsafe { place.write_volatile(1) }
+            } else {
+                // SAFETY: in the mapping, which is never unmapped.
+                let _: u8 = unsafe { place.read_volatile() };
             }
         };
         (0..4096).for_each(|page| touch(page, true));
@@ -452,12 +452,11 @@ mod tests {
         let root = tables.root(own, at as u64).expect("finds the tables");
         forget_touches(own).expect("clears");
         // More pages than are flushed one by one, so that everything is.
-        // SAFETY: a mapping of its own, gone at once.
-        unsafe {
-            let flags = flags | libc::MAP_POPULATE;
-            let other = libc::mmap(std::ptr::null_mut(), 64 * PAGE, 3, flags, -1, 0);
-            libc::munmap(other, 64 * PAGE);
-        }
+        let (none, populated) = (std::ptr::null_mut(), flags | libc::MAP_POPULATE);
+        // SAFETY: a new mapping, at no particular place.
+        let other = unsafe { libc::mmap(none, 64 * PAGE, 3, populated, -1, 0) };
+        // SAFETY: nobody has the mapping.
+        unsafe { libc::munmap(other, 64 * PAGE) };
         let wanted: Vec<usize> = (0..4096).filter(|page| page % 7 == 3).collect();
         wanted.iter().for_each(|page| touch(*page, page % 2 == 0));
         let mut seen = Vec::new();
