@@ -12,6 +12,7 @@ pub mod memory;
 pub mod objects;
 pub mod sockets;
 pub mod source;
+pub mod touch;
 pub mod tree;
 
 pub use bytes::SharedBytes;

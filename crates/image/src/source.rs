@@ -4,18 +4,24 @@
 //! the rest behind it. It knows nothing of where pages come from; whoever has them knows nothing
 //! of processes.
 
+use minicbor::{Decode, Encode};
+
 use crate::bytes::SharedBytes;
 use crate::memory::{PAGE_BYTES, PageOwner};
 
 /// Some pages of one owner.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode)]
+#[cbor(array)]
 pub struct Span {
     /// Whose.
+    #[n(0)]
     pub owner: PageOwner,
     /// Address (in an address space) or offset (in a shared object) of the first byte; a multiple
     /// of [`PAGE_BYTES`].
+    #[n(1)]
     pub start: u64,
     /// How many pages.
+    #[n(2)]
     pub pages: u64,
 }
 

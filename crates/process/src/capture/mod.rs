@@ -14,6 +14,7 @@ pub(crate) mod rest;
 pub mod shared;
 pub mod space;
 pub mod threads;
+pub mod touch;
 mod tree;
 mod wave;
 
@@ -260,6 +261,7 @@ impl Guest {
         let mut checkpoint = self.capture_tree()?;
         parts.registers = clock.lap();
         self.shared.begin_round();
+        self.flush_stopped()?;
         self.scan_stopped()?;
         if rules.copy_all {
             self.copy_again();

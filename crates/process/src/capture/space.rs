@@ -205,6 +205,15 @@ impl Space {
         self.backlog.bytes() / PAGE_BYTES
     }
 
+    /// Which pages have content of their own.
+    pub(crate) fn populated(&self) -> Ranges {
+        self.in_files.with(&self.anonymous.populated)
+    }
+
+    pub(crate) fn pid(&self) -> HostPid {
+        self.pid
+    }
+
     /// Pages with content of their own.
     pub fn populated_pages(&self) -> u64 {
         (self.in_files.bytes() + self.anonymous.populated.bytes()) / PAGE_BYTES

@@ -62,6 +62,8 @@ pub struct Guest {
     vfork_refusals: u32,
     /// Memory that is still coming.
     loading: Option<Arc<LoaderProgress>>,
+    /// Processors forget its page tables at the next checkpoint.
+    pub(crate) flushes: bool,
 }
 
 impl Guest {
@@ -103,6 +105,7 @@ impl Guest {
             next_mm: 1,
             vfork_refusals: 0,
             loading: None,
+            flushes: false,
         })
     }
 

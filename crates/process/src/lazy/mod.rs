@@ -20,4 +20,4 @@ mod space;
 pub use loader::{LoadFailure, Loaded, Loader, LoaderProgress};
 pub(crate) use space::LazySpace;
 
-pub use plan::Plan;
+pub use plan::{Plan, Window};

@@ -13,7 +13,7 @@ use super::stored::Stored;
 use super::world::{Loading, Primary, Spare};
 
 /// A line that takes its time.
-fn line(checkpoint: &(Checkpoint, Vec<PageRun>), megabytes_per_second: u64) -> Stored {
+pub fn line(checkpoint: &(Checkpoint, Vec<PageRun>), megabytes_per_second: u64) -> Stored {
     let mut stored = Stored::default();
     stored.delay = Duration::from_millis(3);
     stored.bytes_per_second = megabytes_per_second << 20;
@@ -30,7 +30,7 @@ fn restart(mut primary: Primary, megabytes_per_second: u64) -> (Primary, Loading
 }
 
 /// Lets the guest run until all its memory has come.
-fn load(primary: &mut Primary, loading: Loading) -> Loaded {
+pub fn load(primary: &mut Primary, loading: Loading) -> Loaded {
     while !loading.thread.is_finished() {
         primary.run_for(Duration::from_millis(5));
     }

@@ -5,6 +5,7 @@
 mod late;
 mod scenes;
 mod stored;
+mod touch;
 mod world;
 
 use std::os::unix::process::CommandExt;
@@ -36,6 +37,11 @@ fn main() -> ExitCode {
             failed += u8::from(!passed);
         }
         return ExitCode::from(failed);
+    }
+    if arguments.first().is_some_and(|first| first == "bench") {
+        hotspare_kernel::news::block_child_signals().expect("blocks SIGCHLD");
+        touch::bench(&arguments[1..]);
+        return ExitCode::SUCCESS;
     }
     let filter = arguments.iter().find(|text| !text.starts_with('-'));
     let mut failed = false;
