@@ -10,13 +10,14 @@ use clap::Args;
 use hotspare_replica::fuzz::{Target, images, one, peers, run};
 
 /// Who reads what the network brings.
-const TARGETS: [(&str, Target); 6] = [
+const TARGETS: [(&str, Target); 7] = [
     ("stream", one),
     ("replies", peers::replies),
     ("greeting", peers::greeting),
     ("beats", peers::beats),
     ("images", images::images),
     ("packets", hotspare_net::fuzz::packets),
+    ("manifests", hotspare_store::fuzz::manifests),
 ];
 
 #[derive(Debug, Args)]
@@ -24,7 +25,7 @@ pub struct FuzzArguments {
     /// For how long each target, as in 60s, 10m, 1h
     #[arg(long = "for", default_value = "60s")]
     time: String,
-    /// Only this one: stream, replies, greeting, beats, images, packets
+    /// Only this one: stream, replies, greeting, beats, images, packets, manifests
     #[arg(long)]
     target: Option<String>,
     /// The first case; each case adds one

@@ -445,7 +445,10 @@ impl Agent {
             HostRole::Primary => Role::Primary,
             HostRole::Spare => Role::Spare,
         };
+        let stores = face.settings.as_ref().is_some_and(|settings| settings.store.is_some());
+        let store = stores && face.role == HostRole::Primary;
         StatusResponse {
+            store: store.then(|| self.meters.store.words()),
             pid: std::process::id(),
             guest: face.settings.as_ref().map(|all| all.guest.clone()).unwrap_or_default(),
             role: role.into(),

@@ -3,13 +3,14 @@
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::mpsc::Receiver;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
 use hotspare_cluster::{Action, Config, Event, Node};
 use hotspare_image::Term;
 use hotspare_net::takeover::ServiceAddress;
 use hotspare_replica::{HostRole, Identity, Security};
+use hotspare_store::Address;
 
 use crate::agent::Agent;
 use crate::arbiter::{Arbiter, Holds, Place};
@@ -27,11 +28,14 @@ use crate::output;
 use crate::preflight;
 use crate::primary::Primary;
 use crate::rehearsal::{Plan, keep_rehearsing};
-use crate::report::Reporter;
+use crate::report::{Reporter, size};
 use crate::rhythm::Epochs;
 use crate::service;
 use crate::settings::{FileRule, Guarantee, PacketPath, Settings, answers_already};
-use crate::spare::Spare;
+use crate::spare::{Decision, Spare, Stale};
+use crate::stored::restore::{At, Restoring, find};
+use crate::stored::{self, StoreArguments};
+use crate::{facts, takeover};
 
 /// A hot spare for any Linux program.
 ///
@@ -55,6 +59,13 @@ enum Command {
     /// Be a spare: hold the ghost of a program and take over when its primary is gone.
     #[command(after_help = help::SPARE)]
     Spare(SpareArguments),
+    /// Start a guest anew from a stored checkpoint, on any host that qualifies. It is a primary
+    /// like any other then.
+    #[command(after_help = help::RESTORE)]
+    Restore(RestoreArguments),
+    /// Show what is inside a stored checkpoint.
+    #[command(after_help = help::INSPECT)]
+    Inspect(stored::show::InspectArguments),
     /// Say whether this kernel, and a program, can be protected.
     #[command(after_help = help::CHECK)]
     Check(preflight::CheckArguments),
@@ -150,6 +161,9 @@ enum Command {
         /// Where the agents keep it.
         #[arg(long, default_value = history::STATE_DIR, env = "HOTSPARE_STATE")]
         state_dir: PathBuf,
+        /// Show what a store has instead: guests, who stored them, checkpoints and their sizes.
+        #[arg(long, value_name = "URL")]
+        store: Option<hotspare_store::Address>,
         #[command(flatten)]
         place: control::Where,
     },
@@ -278,6 +292,8 @@ struct RunArguments {
     /// pre-copy is worth.
     #[arg(long)]
     stop_and_copy: bool,
+    #[command(flatten)]
+    store: StoreArguments,
     /// Working directory of the program.
     #[arg(long, default_value = "/")]
     directory: String,
@@ -287,6 +303,36 @@ struct RunArguments {
     /// The program and its arguments.
     #[arg(last = true, required = true)]
     command: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+struct RestoreArguments {
+    #[command(flatten)]
+    common: Common,
+    /// A spare to keep up to date (HOST:PORT); may be given several times.
+    #[arg(long)]
+    spare: Vec<String>,
+    /// Also accept spares that dial here.
+    #[arg(long)]
+    listen: Option<String>,
+    /// Which checkpoint: an epoch, a time (2026-11-22T18:30:00, UTC: the newest of then), or so
+    /// long ago (10m).
+    #[arg(long, default_value = "newest", value_name = "EPOCH|TIME")]
+    at: At,
+    /// Give the guest another address and prefix, beside one that has its own still. Its
+    /// connections end.
+    #[arg(long, value_name = "ADDRESS/PREFIX")]
+    service_address: Option<ServiceAddress>,
+    /// Another name for the guest, where one of this name runs on this host.
+    #[arg(long, value_name = "NAME")]
+    rename: Option<String>,
+    #[command(flatten)]
+    store: StoreArguments,
+    /// The store it is in.
+    #[arg(value_name = "STORE")]
+    from: Address,
+    /// The guest.
+    guest: String,
 }
 
 /// What a rehearsal tries.
@@ -381,7 +427,7 @@ pub fn duration(text: &str) -> Result<Duration, String> {
 }
 
 /// Times of people: also minutes and hours.
-fn long_duration(text: &str) -> Result<Duration, String> {
+pub fn long_duration(text: &str) -> Result<Duration, String> {
     let minutes = text.strip_suffix('m').map(|number| (number, 60.0));
     let hours = text.strip_suffix('h').map(|number| (number, 3600.0));
     let Some((number, factor)) = minutes.or(hours) else { return duration(text) };
@@ -425,11 +471,17 @@ pub fn run(cli: Cli) -> anyhow::Result<u8> {
             control::protection(&place, guest.as_deref(), false, &reason)
         }
         Command::Resume { guest, place } => control::protection(&place, guest.as_deref(), true, ""),
-        Command::History { guest, json, state_dir, place } => match control::history(&place, json)?
-        {
-            Some(status) => Ok(status),
-            None => history::show(&state_dir, guest.as_deref(), json),
-        },
+        Command::Restore(arguments) => restore_guest(arguments),
+        Command::Inspect(arguments) => stored::show::inspect(&arguments),
+        Command::History { guest, json, store: Some(store), .. } => {
+            stored::show::history(&store, guest.as_deref(), json)
+        }
+        Command::History { guest, json, state_dir, place, .. } => {
+            match control::history(&place, json)? {
+                Some(status) => Ok(status),
+                None => history::show(&state_dir, guest.as_deref(), json),
+            }
+        }
         Command::Completions { shell } => Ok(manual::completions(shell)),
         Command::Man { directory } => manual::pages(&directory),
         Command::Demo { keys, epoch, guarantee, picture } => {
@@ -491,9 +543,9 @@ fn think(
 }
 
 impl RunArguments {
-    fn settings(&self) -> Settings {
+    fn settings(&self) -> anyhow::Result<Settings> {
         let program = self.command.first().cloned().unwrap_or_default();
-        Settings {
+        Ok(Settings {
             guest: self.guest.clone().unwrap_or(program),
             epochs: self.epoch,
             service: self.service_address,
@@ -504,7 +556,8 @@ impl RunArguments {
                 None => PacketPath::Spare,
                 Some(_) => PacketPath::Direct,
             }),
-        }
+            store: self.store.settings()?,
+        })
     }
 }
 
@@ -519,7 +572,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     let owned = owner.clone();
     let (role, state) = (HostRole::Primary, &common.state_dir);
     let mut agent = Agent::new(security, role, common.silence, brain, owned, reporter, state)?;
-    let settings = arguments.settings();
+    let settings = arguments.settings()?;
     settings.require_consistent()?;
     control::require_free_name(&settings.guest)?;
     let term = begin_term(&mut agent, common, &settings)?;
@@ -546,17 +599,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     if let Some(network) = &maker.network {
         output::begin(&agent, network)?;
     }
-    let fence_at_expiry = settings.writes_shared_files();
-    let lease = agent.arbiter.clone().map(|arbiter| arbiter.lease);
-    let first = move |config, now: u64| match lease {
-        None => Node::first(config, now),
-        Some(lease) => {
-            let config = Config { fence_at_expiry, ..config };
-            let until = now.saturating_add(lease.rest().as_nanos() as u64);
-            (Node::reigning(config, now, term, until), Vec::new())
-        }
-    };
-    think(&agent, events, common.silence, first)?;
+    reign(&agent, events, common, (&settings, term))?;
     if let Some(listener) = listener {
         agent.listen(listener)?;
     }
@@ -569,6 +612,83 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     let ended = Primary::new(agent, inbox, settings, maker, init, hook).run();
     history.flush();
     ended
+}
+
+fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
+    let began = Instant::now();
+    preflight::require_kernel()?;
+    raise_descriptor_limit();
+    let common = &arguments.common;
+    let reporter = Reporter::new(common.json);
+    let store = arguments.store.open(&arguments.from)?;
+    let loaded = find(&store, &arguments.guest, arguments.at)?;
+    let mut restoring = Restoring::prepare(loaded, &facts::read()?, arguments.service_address)?;
+    restoring.settings.store = arguments.store.settings()?;
+    restoring.settings.arbiter = common.arbiter.identity();
+    if let Some(name) = &arguments.rename {
+        restoring.settings.guest.clone_from(name);
+    }
+    let settings = restoring.settings.clone();
+    control::require_free_name(&settings.guest)?;
+    if let Some(why) = settings.service.and_then(answers_already) {
+        anyhow::bail!("{why}; or give this one another with --service-address");
+    }
+    let (owner, inbox) = mailbox()?;
+    let (brain, events) = Brain::new();
+    let (role, state) = (HostRole::Primary, &common.state_dir);
+    let security = security(common)?;
+    let mut agent = Agent::new(security, role, common.silence, brain, owner, reporter, state)?;
+    let term = begin_term(&mut agent, common, &settings)?;
+    agent.set_key(hotspare_replica::heartbeat::fresh_key()?);
+    let listener = arguments.listen.as_deref().map(listen).transpose()?;
+    let metrics = common.metrics.as_deref().map(listen).transpose()?;
+    let control = common.control.as_deref().map(listen).transpose()?;
+    agent.reporter.note(&format!(
+        "checkpoint {} of {:?}, {} of memory, {:.0} s old, is brought back",
+        restoring.name().epoch,
+        arguments.guest,
+        size(restoring.bytes()),
+        restoring.age.as_secs_f64()
+    ));
+    let mut spare = Spare::new(agent.clone(), inbox, common.hook());
+    spare.ghost = Some(restoring.build(&agent, common.service_bridge.as_deref())?);
+    let (age, from) = (restoring.age, arguments.from.to_string());
+    spare.stored = Some(Stale { age, from, began });
+    control::serve(&agent, control)?;
+    let primary = takeover::start_cold(spare, Decision { term, at: Instant::now() })?;
+    drop(restoring);
+    reign(&agent, events, common, (&settings, term))?;
+    if let Some(listener) = listener {
+        agent.listen(listener)?;
+    }
+    for address in &arguments.spare {
+        link::keep_dialling(&agent, address)?;
+    }
+    tell_others(&agent, metrics)?;
+    let history = agent.history.clone();
+    let ended = primary.run();
+    history.flush();
+    ended
+}
+
+/// Starts the brain of a host that runs a guest.
+fn reign(
+    agent: &Agent,
+    events: Receiver<Event>,
+    common: &Common,
+    (settings, term): (&Settings, Term),
+) -> anyhow::Result<()> {
+    let fence_at_expiry = settings.writes_shared_files();
+    let lease = agent.arbiter.clone().map(|arbiter| arbiter.lease);
+    let first = move |config, now: u64| match lease {
+        None => Node::first(config, now),
+        Some(lease) => {
+            let config = Config { fence_at_expiry, ..config };
+            let until = now.saturating_add(lease.rest().as_nanos() as u64);
+            (Node::reigning(config, now, term, until), Vec::new())
+        }
+    };
+    Ok(think(agent, events, common.silence, first)?)
 }
 
 /// Gets the first term of a guest that is about to start.

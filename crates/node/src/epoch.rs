@@ -26,6 +26,7 @@ use crate::alike::{Alike, Told};
 use crate::beside::{Beside, GateCut, Taking};
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY, Outgoing, PIECE_BYTES, Piece};
 use crate::settings::Settings;
+use crate::stored::Sink;
 
 /// Pages that may be left for the pause.
 const REST_PAGES: u64 = 512;
@@ -85,6 +86,10 @@ pub struct EpochMaker {
     tries: u32,
     /// Pages of the last checkpoint.
     pages: u64,
+    /// Stores checkpoints, beside the spares.
+    pub store: Option<Sink>,
+    /// To the store the checkpoint under way must describe everything.
+    store_incomplete: bool,
     /// The next checkpoint is the last one.
     hold: bool,
     /// What leaves the guest waits for checkpoints.
@@ -174,6 +179,8 @@ impl EpochMaker {
             through: None,
             tries: 0,
             pages: u64::MAX,
+            store: None,
+            store_incomplete: false,
             hold: false,
             holds_output: settings.guarantee.is_exact(),
             open: None,
@@ -191,7 +198,9 @@ impl EpochMaker {
     fn begin_full(&mut self) {
         if let Some(open) = self.open.take() {
             self.each_spare(|spare| spare.abort(open.position));
+            self.store.iter().for_each(Sink::abort);
         }
+        self.store_incomplete = self.store.is_some();
         self.incomplete = self.spares.keys().copied().collect();
     }
 
@@ -250,7 +259,8 @@ impl EpochMaker {
             self.spares.insert(node, spare);
             self.incomplete.insert(node);
         }
-        if !self.incomplete.is_empty() {
+        self.store_incomplete |= self.store.as_ref().is_some_and(Sink::takes_full);
+        if self.is_full() {
             self.guest.copy_again();
             self.alike.forget();
             for (index, directory) in self.directories.iter().enumerate() {
@@ -261,6 +271,9 @@ impl EpochMaker {
         for (node, spare) in &self.spares {
             // A broken stream is reported by the reader of its answers.
             let _ = spare.begin(position, self.term, self.incomplete.contains(node));
+        }
+        if let Some(store) = &self.store {
+            store.begin(position, self.term, self.store_incomplete);
         }
         let began = Instant::now();
         // What did not help the last time does not help now.
@@ -282,7 +295,7 @@ impl EpochMaker {
 
     /// Of a full checkpoint under way: pages that are copied, and all of them as far as is known.
     pub fn copying(&self) -> Option<(u64, u64)> {
-        let full = !self.incomplete.is_empty();
+        let full = self.is_full();
         let open = self.open.as_ref().filter(|open| full && open.captured.is_none())?;
         Some((open.pages, open.pages + self.guest.backlog_pages()))
     }
@@ -310,7 +323,17 @@ impl EpochMaker {
     }
 
     fn lacks_room(&self) -> bool {
-        !has_room(&self.spares)
+        !has_room(&self.spares) || self.store.as_ref().is_some_and(|store| !store.has_room())
+    }
+
+    /// Whether somebody needs all of the next checkpoint.
+    fn is_full(&self) -> bool {
+        !self.incomplete.is_empty() || self.store_incomplete
+    }
+
+    /// Whether a checkpoint has begun that is not on its way yet.
+    pub fn is_under_way(&self) -> bool {
+        self.open.is_some()
     }
 
     fn each_spare(&self, send: impl Fn(&Sender) -> Result<(), hotspare_replica::Broken>) {
@@ -321,7 +344,7 @@ impl EpochMaker {
     }
 
     fn try_attempt(&mut self, until: Instant) -> ObjectResult<Attempt> {
-        if !self.incomplete.is_empty() && !self.name_files()? {
+        if self.is_full() && !self.name_files()? {
             return Ok(Attempt::Later(Obstacle::Passing(READING.to_owned())));
         }
         if let Some(obstacle) = self.send_waiting(until)? {
@@ -374,6 +397,8 @@ impl EpochMaker {
                     // A broken stream is reported by the reader of its answers.
                     let _ = spare.end(position, own.map(|(_, number)| number));
                 }
+                self.store.iter_mut().for_each(Sink::end);
+                self.store_incomplete = false;
                 self.epoch = position.epoch;
                 self.incomplete.clear();
                 Ok(Attempt::Taken(Box::new(Taken { position, began, captured, pages, held_back })))
@@ -392,7 +417,10 @@ impl EpochMaker {
         match told {
             Told::Reading => return Ok(false),
             Told::All(files) if files.is_empty() => {}
-            Told::All(files) => self.each_spare(|spare| spare.files(&files)),
+            Told::All(files) => {
+                self.each_spare(|spare| spare.files(&files));
+                self.store.iter().for_each(|store| store.files(&files));
+            }
         }
         Ok(true)
     }
@@ -409,6 +437,12 @@ impl EpochMaker {
                 self.file_bytes += bytes.len() as u64;
             }
             send_to_all(&piece, &self.spares, &self.incomplete);
+            let first_copy = matches!(piece, Piece::Copies(_));
+            if let Some(store) =
+                self.store.as_ref().filter(|_| !first_copy || self.store_incomplete)
+            {
+                store.piece(&piece);
+            }
             self.guest.pump(&[], Duration::ZERO)?;
             if Instant::now() > until {
                 return Ok(Some(Obstacle::Work));
@@ -460,7 +494,8 @@ impl EpochMaker {
         }
         let wanted = self.network.as_ref().and_then(ServiceNetwork::gate);
         let is_wanted = wanted.is_some_and(|gate| gate.wanted().is_some());
-        if is_wanted && self.pages < REST_PAGES && self.incomplete.is_empty() && open.tries == 0 {
+        let is_full = !self.incomplete.is_empty() || self.store_incomplete;
+        if is_wanted && self.pages < REST_PAGES && !is_full && open.tries == 0 {
             // Clients wait, and there is as little to copy as the last time.
             return Ok(false);
         }

@@ -18,9 +18,18 @@ pub fn read() -> anyhow::Result<HostFacts> {
 
 /// Whether a ghost of a guest on `theirs` can stand on `ours`.
 pub fn judge(ours: &HostFacts, theirs: &HostFacts) -> Result<(), Refuse> {
-    let refuse = |text| Err(Refuse { code: RefuseCode::Host, text });
+    let wrong = mismatches(ours, theirs);
+    match wrong.is_empty() {
+        true => Ok(()),
+        false => Err(Refuse { code: RefuseCode::Host, text: wrong.join("; ") }),
+    }
+}
+
+/// All that a guest of `theirs` would find different on `ours`.
+pub fn mismatches(ours: &HostFacts, theirs: &HostFacts) -> Vec<String> {
+    let mut wrong = Vec::new();
     if ours.kernel != theirs.kernel {
-        return refuse(format!(
+        wrong.push(format!(
             "the hosts run different kernels ({} and {}): boot the same build on both",
             ours.kernel, theirs.kernel
         ));
@@ -33,11 +42,12 @@ pub fn judge(ours: &HostFacts, theirs: &HostFacts) -> Result<(), Refuse> {
         differ(&theirs.cpu_features, &ours.cpu_features),
     ]
     .concat();
-    if missing.is_empty() {
-        return Ok(());
+    if !missing.is_empty() {
+        wrong.push(format!(
+            "the processors differ in {}: a program may have seen these; use equal hosts or mask \
+             them",
+            missing.join(", ")
+        ));
     }
-    refuse(format!(
-        "the processors differ in {}: a program may have seen these; use equal hosts or mask them",
-        missing.join(", ")
-    ))
+    wrong
 }

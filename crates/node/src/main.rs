@@ -36,6 +36,7 @@ mod rhythm;
 mod service;
 mod settings;
 mod spare;
+mod stored;
 mod switchover;
 mod takeover;
 mod trial;

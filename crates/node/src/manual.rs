@@ -30,6 +30,10 @@ Examples:
     hotspare run --arbiter etcd://etcd1:2379,etcd2:2379/hotspare --guarantee output-commit \\
         --spare beta:7070 --keys keys/ --name alpha --service-address 10.0.0.50/24 -- CMD
 
+  Every 5 s a checkpoint goes to S3 as well, from which `hotspare restore` starts it on any host:
+    hotspare run --store s3://bucket/hotspare --keep 48h --store-key /etc/hotspare/store.key \\
+        --spare beta:7070 --keys keys/ --name alpha -- CMD
+
   Spares may also dial in, also later:
     hotspare run --listen 0.0.0.0:7070 --keys keys/ --name alpha -- CMD
 
@@ -52,6 +56,26 @@ Examples:
   Try it every ten minutes, and let Prometheus see how that goes:
     hotspare spare --listen 0.0.0.0:7070 --keys keys/ --name beta --metrics 9707 \\
         --rehearse 10m --probe 'redis-cli -h $HOTSPARE_ADDRESS ping'";
+
+    /// Of `restore`.
+    pub const RESTORE: &str = "\
+Examples:
+  The newest checkpoint, on this host, with a spare again:
+    hotspare restore --spare beta:7070 --keys keys/ --name alpha file:///srv/checkpoints redis
+
+  As it was at half past six, beside the one that serves, to look at it:
+    hotspare restore --at 2026-11-22T18:30:00 --service-address 10.0.0.99/24 --rename redis-then \\
+        --insecure s3://bucket/hotspare redis
+
+It is refused where kernel, processor features or the program's files are not what they were; each
+difference is named. Without --store nothing more is stored.";
+
+    /// Of `inspect`.
+    pub const INSPECT: &str = "\
+Examples:
+  hotspare inspect file:///srv/checkpoints redis
+  hotspare inspect --at 1200 --since 1100 s3://bucket/hotspare redis   what has changed
+  hotspare inspect --verify s3://bucket/hotspare redis                 reads and checks every byte";
 
     /// Of `check`.
     pub const CHECK: &str = "\

@@ -6,6 +6,7 @@
 
 mod page;
 mod serve;
+mod stored;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,6 +19,7 @@ use hotspare_replica::{HeartConfig, HeartEvent, HostRole};
 pub use self::serve::serve;
 
 use self::page::Page;
+use self::stored::StoreMeter;
 use crate::agent::Agent;
 use crate::history::What;
 use crate::rehearsal::Report;
@@ -143,6 +145,8 @@ pub struct Meters {
     rehearsal_finalise_us: Counter,
     /// How often there is to be one, ms; 0: only when asked for.
     pub rehearsal_interval: Counter,
+    /// Of the store.
+    pub store: StoreMeter,
 }
 
 impl Default for Meters {
@@ -177,6 +181,7 @@ impl Default for Meters {
             rehearsal_failed: counter(),
             rehearsal_finalise_us: counter(),
             rehearsal_interval: counter(),
+            store: StoreMeter::default(),
         }
     }
 }
@@ -205,6 +210,11 @@ impl Meters {
         self.output_packets.add(line.output.released);
         self.output_wait.add(line.output.mean().as_nanos() as u64, line.output.released);
         self.newest_ns.set(line.stop_ns);
+    }
+
+    /// The guest was stopped for a checkpoint that only the store gets.
+    pub fn stopped(&self, line: &EpochLine) {
+        self.pause.time(line.parts.total);
     }
 
     /// A spare has taken a checkpoint into its ghost.
@@ -239,6 +249,9 @@ impl Meters {
             | What::Resumed
             | What::SwitchedAway { .. }
             | What::Fenced { .. }
+            | What::Stored { .. }
+            | What::NotStored { .. }
+            | What::Restored { .. }
             | What::Ended { .. } => return,
         };
         self.refusals[refusal].add(1);
@@ -306,6 +319,7 @@ impl Agent {
         self.meters.checkpoints(&mut page);
         self.meters.takeovers(&mut page);
         self.meters.rehearsed_so_far(&mut page);
+        self.meters.store.show(&mut page);
         page.0
     }
 

@@ -32,6 +32,7 @@ enum Load {
 }
 
 /// A piece that goes to each spare.
+#[derive(Clone)]
 pub enum Piece {
     Pages(Arc<PageBatch>),
     Zero(PageOwner, Arc<Vec<hotspare_replica::PageRun>>),

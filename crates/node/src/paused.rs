@@ -9,6 +9,7 @@ use tokio::sync::oneshot;
 
 use crate::history::What;
 use crate::primary::Primary;
+use crate::stored::Sink;
 
 /// Tells whoever asked; or why it cannot be.
 pub type Answer = oneshot::Sender<Result<(), String>>;
@@ -69,7 +70,20 @@ impl Primary {
 
     /// Whether checkpoints are wanted at all; how long to wait where they are not.
     pub fn rests(&self) -> Option<Duration> {
-        let alone = self.maker.all_spares().next().is_none();
-        (alone || self.is_paused).then_some(self.settings.epoch())
+        if self.is_paused {
+            return Some(self.settings.epoch());
+        }
+        if !self.is_alone() || self.maker.is_under_way() {
+            return None;
+        }
+        // Only the store wants one.
+        let wait = self.maker.store.as_ref().map(Sink::wants_in);
+        let wait = wait.unwrap_or(Duration::MAX).min(self.settings.epoch());
+        (!wait.is_zero()).then_some(wait)
+    }
+
+    /// There is no spare.
+    pub fn is_alone(&self) -> bool {
+        self.maker.all_spares().next().is_none()
     }
 }

@@ -52,6 +52,7 @@ impl CheckArguments {
             guarantee: crate::settings::Guarantee::default(),
             arbiter: None,
             path: crate::settings::PacketPath::default(),
+            store: None,
         }
     }
 

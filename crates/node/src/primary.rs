@@ -126,6 +126,7 @@ impl Primary {
         if self.maker.network.is_some() {
             self.door = Door::watch(&self.init).context("watch the guest's connections begin")?;
         }
+        self.maker.store = crate::stored::start(&self.agent, &self.settings);
         let mut next = Instant::now() + self.settings.epoch();
         loop {
             self.open_gate_if_alone();
@@ -203,7 +204,7 @@ impl Primary {
         }
         // Nobody expects a first checkpoint to be quick.
         let first = self.committed == Epoch(0) && *obstacle == Obstacle::SlowSpare;
-        if let Some(why) = told.filter(|_| !first) {
+        if let Some(why) = told.filter(|_| !first && !self.is_alone()) {
             self.told_late = true;
             self.agent.reporter.late(&why, self.committed.0);
             self.remember(What::Late { why });
@@ -216,18 +217,20 @@ impl Primary {
         self.agent.brain.tell(Event::CheckpointTaken(taken.position));
         let offset = self.maker.offsets.monotonic_ns;
         let stop = taken.captured.checkpoint.clocks.monotonic_ns.wrapping_add_signed(-offset);
-        self.sent.insert(
-            taken.position,
-            EpochLine {
-                epoch: taken.position.epoch.0,
-                parts: taken.captured.parts,
-                stop_ns: stop,
-                pages: taken.pages,
-                bytes: 0,
-                lag: 0,
-                output: GateStats::default(),
-            },
-        );
+        let line = EpochLine {
+            epoch: taken.position.epoch.0,
+            parts: taken.captured.parts,
+            stop_ns: stop,
+            pages: taken.pages,
+            bytes: 0,
+            lag: 0,
+            output: GateStats::default(),
+        };
+        match self.is_alone() {
+            false => drop(self.sent.insert(taken.position, line)),
+            // Nobody acknowledges what only the store gets.
+            true => self.agent.meters.stopped(&line),
+        }
         self.agent.face().epoch = taken.position.epoch.0;
         tracing::debug!(parts = ?taken.captured.parts, "pause");
         if !taken.held_back.is_zero() && !self.told_outrun {

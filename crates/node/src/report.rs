@@ -11,6 +11,7 @@ use serde_json::json;
 use tokio::sync::broadcast;
 
 use crate::history::Record;
+use crate::spare::Stale;
 
 /// Tells what happens. Cheap to clone.
 #[derive(Clone)]
@@ -393,6 +394,23 @@ impl Reporter {
             ms(failover.apply),
             ms(failover.finalise),
             ms(failover.address)
+        ));
+    }
+
+    /// A guest from the store runs.
+    pub fn restored(&self, failover: &Failover, stale: &Stale, took: Duration) {
+        let (age_s, took_ms) = (stale.age.as_secs_f64(), took.as_secs_f64() * 1000.0);
+        if self.json {
+            let line = json!({
+                "event": "restored", "epoch": failover.epoch, "age_s": age_s, "took_ms": took_ms,
+            });
+            self.line(&line.to_string());
+            return;
+        }
+        self.warn(&format!(
+            "the guest runs from stored checkpoint {}, which is {age_s:.1} s old; bringing it back \
+             took {took_ms:.0} ms",
+            failover.epoch
         ));
     }
 

@@ -8,6 +8,7 @@ use hotspare_net::takeover::{ServiceAddress, Uplink};
 use hotspare_process::objects::rules::{FileRules, Standing};
 
 use crate::rhythm::Epochs;
+use crate::stored::StoreSettings;
 
 /// A `--files` argument.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -104,6 +105,8 @@ pub struct Settings {
     pub arbiter: Option<String>,
     /// `--path`.
     pub path: PacketPath,
+    /// `--store`.
+    pub store: Option<StoreSettings>,
 }
 
 impl Settings {
@@ -125,6 +128,7 @@ impl Settings {
         if self.path != PacketPath::default() {
             pairs.push(("path".to_owned(), self.path.to_string()));
         }
+        pairs.extend(self.store.iter().map(StoreSettings::to_pair));
         pairs
     }
 
@@ -138,6 +142,7 @@ impl Settings {
             guarantee: Guarantee::default(),
             arbiter: None,
             path: PacketPath::default(),
+            store: None,
         };
         for (name, value) in pairs {
             match name.as_str() {
@@ -158,6 +163,7 @@ impl Settings {
                     let parsed = <PacketPath as clap::ValueEnum>::from_str(value, false);
                     settings.path = parsed.map_err(anyhow::Error::msg)?;
                 }
+                "store" => settings.store = Some(StoreSettings::from_value(value)?),
                 other => bail!("the primary has a setting {other:?} that this version lacks"),
             }
         }
@@ -326,6 +332,7 @@ mod tests {
             guarantee: Guarantee::OutputCommit,
             arbiter: Some("etcd:hotspare".into()),
             path: PacketPath::Direct,
+            store: None,
         };
         assert_eq!(Settings::from_pairs(&settings.to_pairs()).expect("reads"), settings);
         let settings = Settings { epochs: Epochs::Auto, ..settings };

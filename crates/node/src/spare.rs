@@ -37,6 +37,8 @@ use crate::rehearsal::Rehearsal;
 use crate::settings::Settings;
 use crate::{facts, takeover};
 
+/// Of a piece between the file changes of two epochs, in a stored checkpoint.
+const EPOCH_MARK: u8 = 2;
 const PATIENCE: Duration = Duration::from_millis(500);
 /// Checkpoints that are applied or wait for it; the primary takes fewer rather than more.
 const STAGED_MAX: usize = 2;
@@ -255,6 +257,8 @@ pub struct Spare {
     pub staged: Option<Instant>,
     /// Rehearsals so far.
     pub rehearsals: u64,
+    /// The ghost is of a stored checkpoint, which is so old.
+    pub stored: Option<Stale>,
     over: Option<String>,
     /// The guest has ended; what becomes of its primary concerns nobody.
     is_over: bool,
@@ -267,6 +271,17 @@ pub struct Decision {
     pub term: Term,
     /// When the brain decided.
     pub at: Instant,
+}
+
+/// A checkpoint that has waited in a store.
+#[derive(Clone, Debug)]
+pub struct Stale {
+    /// How long.
+    pub age: Duration,
+    /// Which store.
+    pub from: String,
+    /// When somebody wanted it back.
+    pub began: Instant,
 }
 
 /// A ghost with what belongs to it on this host.
@@ -297,6 +312,7 @@ impl Spare {
             offered: None,
             staged: None,
             rehearsals: 0,
+            stored: None,
             over: None,
             is_over: false,
         }
@@ -601,7 +617,8 @@ fn page_run((owner, start, content): (PageOwner, u64, Staged)) -> PageRun {
 }
 
 impl Held {
-    fn new(
+    /// An empty ghost, for this checkpoint.
+    pub fn new(
         checkpoint: &Checkpoint,
         settings: Settings,
         bridge: Option<&str>,
@@ -633,10 +650,19 @@ impl Held {
         staged: &mut StagedCheckpoint,
         progress: &Counter,
     ) -> anyhow::Result<()> {
-        use std::io::Read;
+        let bytes = staged.file_bytes();
+        self.take_files(staged.files(), bytes, progress)
+    }
+
+    /// Takes file changes of one epoch, or of several with marks between them.
+    pub fn take_files(
+        &mut self,
+        files: &mut impl std::io::Read,
+        bytes: u64,
+        progress: &Counter,
+    ) -> anyhow::Result<()> {
         let mut sets: Vec<_> = self.directories.iter().map(ReplicatedDir::staging).collect();
-        let mut left = staged.file_bytes();
-        let files = staged.files();
+        let mut left = bytes;
         while left > 0 {
             let mut head = [0u8; 8];
             files.read_exact(&mut head)?;
@@ -656,6 +682,11 @@ impl Held {
                     sets[index].push_chunk(&chunk)?;
                     if let Some(rehearsal) = &self.rehearsal {
                         rehearsal.changes(head[0], &chunk);
+                    }
+                }
+                EPOCH_MARK if length == 0 => {
+                    for (directory, set) in self.directories.iter().zip(&mut sets) {
+                        directory.apply(&std::mem::replace(set, directory.staging()))?;
                     }
                 }
                 other => bail!("an unknown kind of change ({other})"),

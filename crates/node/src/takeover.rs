@@ -27,7 +27,7 @@ use crate::output;
 use crate::primary::Primary;
 use crate::report::Failover;
 use crate::settings::Guarantee;
-use crate::spare::{Decision, Held, Spare};
+use crate::spare::{Decision, Held, Spare, Stale};
 
 /// How long connections are watched for peers that have moved past the checkpoint.
 const WATCH: Duration = Duration::from_secs(15);
@@ -61,6 +61,11 @@ pub fn take_over(mut spare: Spare, decision: Decision) -> anyhow::Result<Primary
     taken.context("take over")
 }
 
+/// Lets the ghost of a stored checkpoint go; nobody has had the guest for a while.
+pub fn start_cold(spare: Spare, decision: Decision) -> anyhow::Result<Primary> {
+    try_take_over(spare, decision, decision.at)
+}
+
 fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow::Result<Primary> {
     let term = decision.term;
     let detect = detected(&spare.agent, decision);
@@ -73,7 +78,10 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     for directory in &held.directories {
         directory.promote().context("take the replicated directory over")?;
     }
-    let outage = detect + apply + held.settings.epoch();
+    let outage = match &spare.stored {
+        Some(stale) => stale.age,
+        None => detect + apply + held.settings.epoch(),
+    };
     lengthen_flights(&held, true)?;
     let (restored, watch) = restore_files(&held, &image, &spare.agent, outage)?;
     let finalised = held.ghost.finalise(&restored.files, &restored.steps)?;
@@ -117,8 +125,13 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         face.term = term;
         face.settings = Some(settings.clone());
     }
-    spare.agent.reporter.failover(&failover);
-    let what = What::takeover(&failover, cause);
+    let what = match spare.stored.take() {
+        None => {
+            spare.agent.reporter.failover(&failover);
+            What::takeover(&failover, cause)
+        }
+        Some(stale) => tell_restored(&spare.agent, &failover, stale),
+    };
     spare.agent.history.note(&settings.guest, (term.0, epoch.0), what);
     tracing::info!(parts = ?released.parts, "finalised");
     watch_connections(watch);
@@ -130,6 +143,14 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         Primary::new(spare.agent, spare.inbox, settings, maker, released.init, spare.hook);
     primary.since_takeover = Some(Instant::now());
     Ok(primary)
+}
+
+/// Tells that a stored guest runs again.
+fn tell_restored(agent: &Agent, failover: &Failover, stale: Stale) -> What {
+    let took = stale.began.elapsed();
+    agent.reporter.restored(failover, &stale, took);
+    let (age_s, took_ms) = (stale.age.as_secs_f64(), took.as_secs_f64() * 1000.0);
+    What::Restored { from: stale.from, age_s, took_ms }
 }
 
 /// From the last sign of life of the primary to the decision.

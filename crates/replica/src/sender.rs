@@ -71,6 +71,12 @@ impl PageBatch {
         Some(PageBatch { owner, runs, pieces })
     }
 
+    /// Whose.
+    #[must_use]
+    pub fn owner(&self) -> PageOwner {
+        self.owner
+    }
+
     /// Which pages.
     #[must_use]
     pub fn runs(&self) -> &[PageRun] {

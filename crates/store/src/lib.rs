@@ -6,11 +6,12 @@
 
 mod bucket;
 mod error;
-mod extents;
+pub mod extents;
+pub mod fuzz;
 mod gather;
 mod manifest;
 mod names;
-mod pages;
+pub mod pages;
 mod reader;
 mod retention;
 mod seal;

@@ -407,6 +407,11 @@ impl Writer {
         Ok(Some(Stored { name, objects: objects + 1 }))
     }
 
+    /// Whether what the next checkpoint would stand on is there.
+    pub fn can_go_on(&self, catalogue: &Catalogue) -> bool {
+        self.last.is_some_and(|last| catalogue.chain(self.reign, last).is_some())
+    }
+
     /// Whether the file changes of the last chain have outgrown what they began with, so that a
     /// whole checkpoint by the guest's host is due.
     pub fn wants_whole(&self, catalogue: &Catalogue) -> bool {

@@ -170,6 +170,9 @@ pub fn status(place: &Where, json: bool) -> anyhow::Result<u8> {
         println!("no agent runs on this host");
     } else {
         print!("{}", table(&agents));
+        for status in &agents {
+            status.store.iter().for_each(|words| println!("{}: {words}", guest(status)));
+        }
     }
     Ok(0)
 }
@@ -190,6 +193,7 @@ fn in_json(status: &StatusResponse) -> Value {
         "arbiter": status.arbiter,
         "lease_ms": status.lease_ms,
         "ghost_of": status.ghost_of,
+        "store": status.store,
     })
 }
 

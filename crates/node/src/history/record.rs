@@ -6,7 +6,7 @@ use hotspare_image::NodeId;
 use serde::{Deserialize, Serialize};
 
 use crate::rehearsal::Report;
-use crate::report::Failover;
+use crate::report::{Failover, size};
 use crate::settings::Guarantee;
 
 /// Something that happened to a guest's protection, as this host saw it.
@@ -130,6 +130,25 @@ pub enum What {
     NotRehearsed {
         /// The reason.
         why: String,
+    },
+    /// Checkpoints are stored from now on.
+    Stored {
+        /// Of the first.
+        bytes: u64,
+    },
+    /// Checkpoints cannot be stored at this time.
+    NotStored {
+        /// What is in the way.
+        why: String,
+    },
+    /// The guest was started here from a stored checkpoint.
+    Restored {
+        /// The store.
+        from: String,
+        /// How old the checkpoint was, s.
+        age_s: f64,
+        /// From the command to a guest that runs, ms.
+        took_ms: f64,
     },
     /// The guest has ended.
     Ended {
@@ -275,6 +294,13 @@ impl Record {
             What::Fenced { cause } => format!("FENCED, stopped here: {cause}"),
             What::Rehearsed(report) => report.words(),
             What::NotRehearsed { why } => format!("a rehearsal was given up: {why}"),
+            What::Stored { bytes } => {
+                format!("checkpoints are stored, from a first of {} on", size(*bytes))
+            }
+            What::NotStored { why } => format!("CHECKPOINTS ARE NOT STORED: {why}"),
+            What::Restored { from, age_s, took_ms } => format!(
+                "RESTORED here from {from}, as it was {age_s:.1} s before; that took {took_ms:.0} ms"
+            ),
             What::Ended { how, .. } => how.clone(),
         };
         match self.left_out {

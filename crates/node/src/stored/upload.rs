@@ -1,0 +1,201 @@
+//! The thread `store-writer`: into the store, however long that takes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use hotspare_store::{About, Batch, Catalogue, Store, StoreError, StoreResult, Stored, Writer};
+
+use super::StoreSettings;
+use super::sink::Shared;
+use crate::agent::Agent;
+use crate::history::What;
+use crate::report::size;
+
+/// First and longest wait before a write is tried again.
+const AGAIN: Duration = Duration::from_secs(1);
+const AGAIN_MAX: Duration = Duration::from_secs(30);
+/// How often chains are looked at and old checkpoints deleted.
+const TIDY: Duration = Duration::from_secs(60);
+
+/// The writer and what it knows.
+pub struct Upload {
+    agent: Agent,
+    guest: String,
+    settings: StoreSettings,
+    shared: Arc<Shared>,
+    opened: Option<Store>,
+    writer: Option<Writer>,
+    catalogue: Catalogue,
+    /// When the store was last looked at as a whole.
+    looked: Option<Instant>,
+    tidied: Instant,
+    /// What is wrong, as it was told.
+    trouble: Option<String>,
+}
+
+impl Upload {
+    /// Does not connect yet.
+    pub fn new(
+        agent: &Agent,
+        guest: &str,
+        settings: StoreSettings,
+        shared: Arc<Shared>,
+    ) -> StoreResult<Self> {
+        // A key that cannot be read is said now.
+        settings.key()?;
+        Ok(Self {
+            agent: agent.clone(),
+            guest: guest.to_owned(),
+            settings,
+            shared,
+            opened: None,
+            writer: None,
+            catalogue: Catalogue::default(),
+            looked: None,
+            tidied: Instant::now(),
+            trouble: None,
+        })
+    }
+
+    /// Writes what comes, until nothing comes any more or another host writes.
+    pub fn run(&mut self, batches: &Receiver<(Batch, About)>) {
+        loop {
+            self.agent.meters.store.idle(true);
+            let Ok((batch, about)) = batches.recv() else { return };
+            self.agent.meters.store.idle(false);
+            if !self.write(&batch, &about) {
+                self.shared.over.store(true, Ordering::Relaxed);
+                return;
+            }
+        }
+    }
+
+    /// Writes until it is written; false if it never will be.
+    fn write(&mut self, batch: &Batch, about: &About) -> bool {
+        let mut wait = AGAIN;
+        loop {
+            let began = Instant::now();
+            let error = match self.try_write(batch, about) {
+                Ok(Some(stored)) => {
+                    self.stored(&stored, began.elapsed());
+                    self.tidy();
+                    return true;
+                }
+                // A full one comes.
+                Ok(None) => {
+                    self.shared.begin_anew();
+                    return true;
+                }
+                Err(error) => error,
+            };
+            self.looked = None;
+            let text = error.to_string();
+            self.agent.meters.store.failed(&text);
+            if let StoreError::Fenced(_) = error {
+                self.tell_trouble(&text);
+                return false;
+            }
+            self.tell_trouble(&text);
+            if self.shared.over.load(Ordering::Relaxed) {
+                return false;
+            }
+            std::thread::sleep(wait);
+            wait = (wait * 2).min(AGAIN_MAX);
+        }
+    }
+
+    fn tell_trouble(&mut self, text: &str) {
+        if self.trouble.as_deref() == Some(text) {
+            return;
+        }
+        self.trouble = Some(text.to_owned());
+        self.agent
+            .reporter
+            .alarm(&format!("CHECKPOINTS ARE NOT STORED, the guest and its spares go on: {text}"));
+        let face = self.agent.face();
+        let at = (face.term, face.epoch);
+        drop(face);
+        self.agent.remember(at, What::NotStored { why: text.to_owned() });
+    }
+
+    fn stored(&mut self, stored: &Stored, took: Duration) {
+        let name = &stored.name;
+        self.agent.meters.store.stored(name, took);
+        tracing::debug!(name.epoch, name.bytes, stored.objects, ?took, "stored");
+        let first = self.looked.is_none();
+        self.looked.get_or_insert_with(Instant::now);
+        if self.trouble.take().is_some() || first && self.agent.meters.store.is_first() {
+            let term = self.agent.face().term;
+            self.agent.remember((term, name.epoch), What::Stored { bytes: name.bytes });
+            self.agent.reporter.note(&format!(
+                "checkpoint {} is stored ({}) in {}, and from now on one every {:?}",
+                name.epoch,
+                size(name.bytes),
+                self.settings.address,
+                self.settings.every
+            ));
+        }
+    }
+
+    /// `None` if it has nothing to stand on.
+    fn try_write(&mut self, batch: &Batch, about: &About) -> StoreResult<Option<Stored>> {
+        if self.writer.is_none() {
+            let store = match &self.opened {
+                Some(store) => store.clone(),
+                None => self.opened.insert(self.settings.open()?).clone(),
+            };
+            let host = nix::unistd::gethostname()
+                .map_or_else(|_| String::new(), |name| name.to_string_lossy().into_owned());
+            let term = self.agent.face().term.0;
+            let lineage = self.settings.lineage.clone();
+            let at_point = Box::new(|_| Ok(()));
+            let run = (lineage.as_str(), term);
+            self.writer = Some(Writer::claim(store, &self.guest, run, &host, at_point)?);
+        }
+        let Some(writer) = &mut self.writer else { return Ok(None) };
+        if self.looked.is_none_or(|looked| looked.elapsed() > TIDY) {
+            self.catalogue = writer.store().catalogue(&self.guest)?;
+            self.looked = Some(Instant::now());
+        }
+        if !batch.whole && !writer.can_go_on(&self.catalogue) {
+            self.agent.reporter.warn(
+                "the store has lost what its checkpoints of this guest stand on: a full one is \
+                 stored",
+            );
+            return Ok(None);
+        }
+        let stored = writer.store_batch(batch, about.clone())?;
+        self.catalogue.add(stored.name);
+        Ok(Some(stored))
+    }
+
+    /// Folds long chains and deletes what nobody keeps.
+    fn tidy(&mut self) {
+        if self.tidied.elapsed() < TIDY.min(self.settings.every * 10) {
+            return;
+        }
+        self.tidied = Instant::now();
+        if let Err(error) = self.try_tidy() {
+            self.looked = None;
+            self.agent.reporter.warn(&format!(
+                "old stored checkpoints could not be tidied, and are kept for now: {error}"
+            ));
+        }
+    }
+
+    fn try_tidy(&mut self) -> StoreResult<()> {
+        let Some(writer) = &mut self.writer else { return Ok(()) };
+        match writer.fold(&self.catalogue)? {
+            Some(folded) => self.catalogue.add(folded.name),
+            None if writer.wants_whole(&self.catalogue) => self.shared.begin_anew(),
+            None => {}
+        }
+        let gone = writer.forget(&mut self.catalogue, &self.settings.keep)?;
+        if gone > 0 {
+            tracing::debug!(gone, "stored checkpoints were deleted");
+        }
+        Ok(())
+    }
+}
