@@ -1,6 +1,8 @@
 //! What a node is told and what it asks for.
 
 use std::collections::BTreeSet;
+use std::fmt;
+use std::str::FromStr;
 
 use hotspare_image::{NodeId, Position, Term};
 
@@ -56,6 +58,32 @@ pub struct Member {
     pub rank: u32,
     /// Whether it has acknowledged a complete checkpoint.
     pub ready: bool,
+    /// Clients may have seen more than it knows: nobody waits for it.
+    pub stands_by: bool,
+}
+
+/// Of how many spares output waits for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Quorum {
+    /// Of so many at least, if there are as many.
+    Count(u32),
+    /// Of more than a half.
+    Majority,
+    /// Of all.
+    #[default]
+    All,
+}
+
+impl Quorum {
+    /// How many of so many that is.
+    #[must_use]
+    pub fn of(self, spares: usize) -> usize {
+        match self {
+            Quorum::Count(count) => spares.min(count as usize),
+            Quorum::Majority => (spares / 2 + 1).min(spares),
+            Quorum::All => spares,
+        }
+    }
 }
 
 /// How a stream came to its end.
@@ -70,6 +98,29 @@ pub enum Closed {
     ByUs,
     /// Our kernel gave it up: the peer did not answer for as long as the stream waits.
     Silent,
+}
+
+impl fmt::Display for Quorum {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Quorum::Count(count) => count.fmt(to),
+            Quorum::Majority => to.write_str("majority"),
+            Quorum::All => to.write_str("all"),
+        }
+    }
+}
+
+impl FromStr for Quorum {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match (text, text.parse()) {
+            ("all", _) => Ok(Quorum::All),
+            ("majority", _) => Ok(Quorum::Majority),
+            (_, Ok(count)) if count > 0 => Ok(Quorum::Count(count)),
+            _ => Err(format!("{text:?} is no number of spares: 1, majority or all")),
+        }
+    }
 }
 
 /// Something that happened. Times are given beside it, to [`crate::Node::step`].
@@ -97,6 +148,13 @@ pub enum Event {
         /// How far.
         position: Position,
     },
+    /// From now on nothing leaves the guest that these spares do not have.
+    Awaited {
+        /// Which.
+        nodes: BTreeSet<NodeId>,
+        /// How much may have left without them.
+        shown: Position,
+    },
     /// A checkpoint was taken; heartbeats mention it.
     CheckpointTaken(Position),
     /// The guest was killed (signal, out of memory), seen through its pidfd.
@@ -121,6 +179,8 @@ pub enum Event {
         term: Term,
         /// Our rank.
         rank: u32,
+        /// What the guest's output waits for.
+        quorum: Quorum,
     },
     /// The primary lists its spares.
     Members(Vec<Member>),
@@ -254,6 +314,8 @@ pub enum Action {
     },
     /// Send to every spare.
     TellMembers(Vec<Member>),
+    /// Let output wait for all of these and nobody else; answer with [`Event::Awaited`].
+    AwaitSpares(BTreeSet<NodeId>),
     /// At least one spare could take over from now on.
     BecomeProtected,
     /// No spare could take over any more; the guest goes on alone.
@@ -329,6 +391,8 @@ pub enum CannotTakeOver {
     Detached,
     /// Another node has reigned since.
     AnotherReigned,
+    /// Output did not wait for it: clients may have seen what it does not know.
+    StandsBy,
     /// The arbiter does not have it among the heirs: the primary had gone on without it.
     NoHeir,
 }
@@ -353,4 +417,25 @@ pub enum FenceCause {
 #[must_use]
 pub fn granted_by_nobody(term: Term) -> Event {
     Event::TermGranted { term, until: Nanos::MAX, heirs: BTreeSet::new() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quorum_is_of_those_there_are() {
+        let of =
+            |text: &str| [0, 1, 2, 3, 4].map(|spares| text.parse::<Quorum>().unwrap().of(spares));
+        assert_eq!(of("1"), [0, 1, 1, 1, 1]);
+        assert_eq!(of("3"), [0, 1, 2, 3, 3]);
+        assert_eq!(of("majority"), [0, 1, 2, 2, 3]);
+        assert_eq!(of("all"), [0, 1, 2, 3, 4]);
+        for wrong in ["0", "none", "-1", ""] {
+            assert!(wrong.parse::<Quorum>().is_err(), "{wrong}");
+        }
+        for right in ["2", "majority", "all"] {
+            assert_eq!(right.parse::<Quorum>().unwrap().to_string(), right);
+        }
+    }
 }

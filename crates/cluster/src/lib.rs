@@ -15,6 +15,6 @@ pub mod register;
 
 pub use event::{
     Action, Beat, BeatRole, CannotTakeOver, Claim, Closed, DropCause, Event, FenceCause, Member,
-    Nanos, SuspectCause, granted_by_nobody,
+    Nanos, Quorum, SuspectCause, granted_by_nobody,
 };
 pub use node::{Config, Node, RANKS_MAX, Role, Status};

@@ -27,6 +27,8 @@ pub enum Mutation {
     StaleClaim,
     /// A spare takes over whose ghost is not complete.
     AnyGhost,
+    /// A spare may take over that does not have all that was shown before output waited for it.
+    EarlyHeir,
 }
 
 #[cfg(feature = "mutate")]

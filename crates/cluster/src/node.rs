@@ -9,7 +9,7 @@ mod spare;
 
 use crate::event::{
     Action, Beat, BeatRole, CannotTakeOver, Claim as By, Closed, DropCause, Event, FenceCause,
-    Member, Nanos, SuspectCause,
+    Member, Nanos, Quorum, SuspectCause,
 };
 use crate::mutate::{self, Mutation};
 
@@ -38,6 +38,10 @@ pub struct Config {
     /// A guest whose lease is over is stopped for good: what it does reaches others by more than
     /// its packets.
     pub fence_at_expiry: bool,
+    /// Of how many spares output waits for. That of the primary counts.
+    pub quorum: Quorum,
+    /// Somebody knows who may take over, whatever spares were told.
+    pub has_arbiter: bool,
 }
 
 impl Config {
@@ -50,6 +54,8 @@ impl Config {
             silence_ns: 90_000_000,
             handover_ns: 2_000_000_000,
             fence_at_expiry: false,
+            quorum: Quorum::All,
+            has_arbiter: false,
         }
     }
 }
@@ -104,9 +110,11 @@ pub struct Status {
 ///
 /// A spare claims the next term when its primary is gone (silent, agent dead, guest dead, fenced)
 /// *and* it holds a complete ghost of that very reign *and* its stream lasted until the primary was
-/// gone. A spare of rank *r* waits *r* silences first; one that knows of a spare more than an
-/// epoch ahead waits [`RANKS_MAX`] more. So all waiting times differ, whatever each believes,
-/// and whoever comes first is heard by the others before their time is up.
+/// gone *and* output waited for it: one that only stands by asks an arbiter at most, which knows
+/// whether that has changed. Output waits for the spares of the lowest ranks, as many as the quorum
+/// wants, each until it is gone. A spare of rank *r* waits *r* silences first; one that knows of a
+/// spare more than an epoch ahead, or only stands by, waits [`RANKS_MAX`] more for each. So all
+/// waiting times differ, whatever each believes, and whoever comes first is heard by the others before their time is up.
 ///
 /// A primary is deposed by any heartbeat of a newer reign. Reigns are ordered by term, then by
 /// node: with an arbiter no term is given twice, without one (`none`) two cut-off spares can take
@@ -138,6 +146,8 @@ struct Following {
     attached: bool,
     /// The stream ended while the primary was suspected: if it lives, its ghost is too old.
     stream_over: bool,
+    /// As the primary told us, see [`Member::stands_by`].
+    stands_by: bool,
     ghost: Option<Position>,
     /// The ghost of the reign before, while it was fit: it counts again if this reign's primary
     /// never let its own go.
@@ -176,6 +186,9 @@ struct Reign {
     phase: Phase,
     spares: BTreeMap<NodeId, Spare>,
     protected: bool,
+    /// Where the operator wants the guest, and until when that may take: output does not wait for
+    /// that spare yet.
+    wanted_at: Option<(NodeId, Nanos)>,
     /// Primaries of older terms that have not heard of ours, and when they were last heard.
     rivals: BTreeMap<NodeId, Nanos>,
 }
@@ -203,8 +216,12 @@ enum Phase {
 struct Spare {
     rank: u32,
     acknowledged: Option<Position>,
-    /// What may have been shown before output waited for this spare.
-    counts_from: Position,
+    /// Output is to wait for it.
+    picked: bool,
+    /// Output waits for it; what may have been shown before.
+    counts_from: Option<Position>,
+    /// It was told so, and has not heard otherwise.
+    stands_by: bool,
     joined_at: Nanos,
     /// Its last heartbeat; acknowledgements count too once there was one.
     heard_at: Option<Nanos>,
@@ -248,7 +265,7 @@ impl Node {
             State::Asking(term) => (Role::Asking, *term, none, false),
             State::Waiting => (Role::Waiting, self.seen, none, false),
             State::Following(f) => {
-                (Role::Spare, f.term, f.ghost.unwrap_or_default(), f.unfit(self.seen).is_none())
+                (Role::Spare, f.term, f.ghost.unwrap_or_default(), self.unfit(f).is_none())
             }
             State::Reigning(r) => (Role::Primary, r.term, r.position, r.protected),
             State::Fenced(..) => (Role::Fenced, self.seen, none, false),
@@ -265,14 +282,14 @@ impl Node {
                 None => {
                     f.heard_at.map_or(Nanos::MAX, |at| at.saturating_add(self.config.silence_ns))
                 }
-                Some(_) if f.claim.is_some() || f.unfit(self.seen).is_some() => Nanos::MAX,
+                Some(_) if f.claim.is_some() || self.unfit(f).is_some() => Nanos::MAX,
                 Some(suspicion) => self.claim_at(f, suspicion),
             },
             State::Reigning(Reign {
                 phase: Phase::Offered { give_up_at, reclaim, .. }, ..
             }) => reclaim.map_or(*give_up_at, |_| Nanos::MAX),
-            State::Reigning(r) if r.suspended => r.renew_at,
-            State::Reigning(r) => r.lease_until.min(r.renew_at),
+            State::Reigning(r) if r.suspended => r.renew_at.min(r.wanted_until()),
+            State::Reigning(r) => r.lease_until.min(r.renew_at).min(r.wanted_until()),
             State::Asking(_) | State::Waiting | State::Fenced(..) | State::Ended => Nanos::MAX,
         };
         self.beat_due.min(decide_at)
@@ -296,11 +313,14 @@ impl Node {
             }
             Event::GuestDied => self.guest_died(&mut out),
             Event::GuestEnded => self.guest_ended(&mut out),
-            Event::SwitchoverAsked(to) => self.switchover_asked(to, &mut out),
+            Event::SwitchoverAsked(to) => self.switchover_asked(now, to, &mut out),
             Event::GuestFrozen(position) => self.guest_frozen(now, position, &mut out),
             Event::FreezeFailed => self.freeze_failed(&mut out),
             Event::SwitchoverRefused(node) => self.switchover_refused(node, &mut out),
-            Event::Joined { primary, term, rank } => self.joined(now, primary, term, rank),
+            Event::Joined { primary, term, rank, quorum } => {
+                self.joined(now, (primary, term), rank, quorum);
+            }
+            Event::Awaited { nodes, shown } => self.awaited(&nodes, shown, &mut out),
             Event::Members(members) => self.members(&members),
             Event::Committed { term, position } => self.committed(term, position),
             Event::GhostLost => {
@@ -336,6 +356,7 @@ impl Node {
                 self.watch_lease(now, out);
                 self.watch_spares(now, out);
                 self.watch_offer(now, out);
+                self.watch_wanted(now, out);
                 self.watch_rivals(now, out);
             }
             State::Asking(_) | State::Waiting | State::Fenced(..) | State::Ended => {}

@@ -563,6 +563,15 @@ impl Gate {
         self.hold().is_withheld = true;
     }
 
+    /// How much clients may have seen by now. More leaves only when somebody who is waited for from
+    /// now on has it, too.
+    pub fn shown(&self) -> Epoch {
+        let hold = self.hold();
+        // Where nobody here holds it, and what the spare in the path may let go.
+        let leaves = !hold.is_closed || hold.outlet.is_some();
+        if leaves { hold.epoch } else { hold.committed }
+    }
+
     /// The lease is renewed: what had to wait for that leaves.
     pub fn renewed(&self) {
         self.let_go(&mut self.hold());

@@ -1,13 +1,13 @@
 //! What an agent is made of, whichever part it plays.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use hotspare_cluster::{Action, Closed, Event};
+use hotspare_cluster::{Action, Closed, Event, Quorum};
 use hotspare_image::{NodeId, Position, Term};
 use hotspare_net::callers::Callers;
 use hotspare_net::gate::Gate;
@@ -58,8 +58,8 @@ pub enum Message {
     PrimaryOut(StreamId, Option<String>, Closed),
     /// The primary has ended on purpose: the guest is over.
     GuestOver(String),
-    /// The operator wants the guest elsewhere.
-    Switchover(Asker),
+    /// The operator wants the guest elsewhere, perhaps on a certain host.
+    Switchover(Asker, Option<IpAddr>),
     /// Output waits that no checkpoint covers.
     OutputWaits,
     /// The operator wants the guest protected, or not, for a reason.
@@ -210,6 +210,8 @@ pub struct Face {
     pub spares: usize,
     /// How many of them could take over.
     pub ready: usize,
+    /// How many have the guest and only stand by.
+    pub standing_by: usize,
     /// Protection is paused on purpose.
     pub paused: bool,
     /// Where heartbeats go.
@@ -231,12 +233,18 @@ pub struct Face {
     pub back_off: BackOff,
     /// Of a primary: where output is held, if it is.
     pub gate: Option<Arc<Gate>>,
-    /// Of a primary: how far each spare is that could take over.
+    /// Of a primary: how far each spare is that has a ghost.
     pub committed: BTreeMap<NodeId, Committed>,
+    /// Of a primary: the spares that output waits for.
+    pub awaited: BTreeSet<NodeId>,
     /// Of a primary: the spare that packets pass through.
     pub path: Option<NodeId>,
     /// Of a spare: connections of the guest, as the primary tells them.
     pub callers: Option<Callers>,
+    /// Of a spare: of how many the primary's output waits …
+    pub commit_on: Quorum,
+    /// … and that it is not one of them.
+    pub stands_by: bool,
     /// Of a spare: the ghost, once it stands.
     pub stands: Option<Stands>,
     /// Of a spare: checkpoints that have come and were not acknowledged at once.
@@ -256,6 +264,7 @@ impl Face {
             epoch: 0,
             spares: 0,
             ready: 0,
+            standing_by: 0,
             paused: false,
             peers: Vec::new(),
             waiting: Vec::new(),
@@ -267,6 +276,9 @@ impl Face {
             back_off: BackOff::default(),
             gate: None,
             committed: BTreeMap::new(),
+            awaited: BTreeSet::new(),
+            commit_on: Quorum::default(),
+            stands_by: false,
             ways: BTreeMap::new(),
             path: None,
             callers: None,
@@ -456,6 +468,7 @@ impl Agent {
             epoch: face.epoch,
             spares: face.spares as u32,
             ready: face.ready as u32,
+            standing_by: face.standing_by as u32,
             pause_p50_us,
             pause_p99_us,
             paused: face.paused,

@@ -133,6 +133,10 @@ fn act(actions: Vec<Action>, agent: &Agent) -> Vec<Event> {
                     arbiter.wish(Wish::Keep { term, heirs });
                 }
             }
+            Action::AwaitSpares(nodes) => {
+                let shown = agent.await_spares(&nodes);
+                answers.push(Event::Awaited { nodes, shown });
+            }
             other => {
                 if let Action::DropSpare { node, .. } = other {
                     // The owner may be waiting for this very spare to take what it sends.

@@ -1,12 +1,12 @@
 //! The command line.
 
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand};
-use hotspare_cluster::{Action, Config, Event, Node};
+use hotspare_cluster::{Action, Config, Event, Node, Quorum};
 use hotspare_image::Term;
 use hotspare_net::takeover::ServiceAddress;
 use hotspare_replica::{HostRole, Identity, Security};
@@ -109,6 +109,10 @@ enum Command {
         /// Which guest, where several run on this host.
         #[arg(long)]
         guest: Option<String>,
+        /// The address of the spare's host, where there are several. By default the first in the
+        /// queue.
+        #[arg(long, value_name = "ADDRESS")]
+        to: Option<IpAddr>,
         #[command(flatten)]
         place: control::Where,
     },
@@ -280,6 +284,12 @@ struct RunArguments {
     /// --takeover-hook, which brings clients to the primary's host.
     #[arg(long, value_enum)]
     path: Option<PacketPath>,
+    /// With `output-commit` and several spares: how many of them must have a state before output
+    /// that came from it leaves. The others stand by: they follow, and one of them counts as soon
+    /// as one that did is gone. `1`: hosts may die one after the other, but not the primary's and
+    /// that spare's at once. `all`: any of them takes over, and the slowest sets the pace.
+    #[arg(long, default_value = "all", value_name = "1|majority|all")]
+    commit_on: Quorum,
     /// Time between checkpoints; with `output-commit` the longest, since waiting output wants one.
     /// `auto`: from 10 ms to 500 ms, so that checkpoints take a twentieth of all time.
     #[arg(long, default_value = "100ms", value_parser = Epochs::parse, value_name = "TIME|auto")]
@@ -463,7 +473,9 @@ pub fn run(cli: Cli) -> anyhow::Result<u8> {
         Command::Events { guest, epochs, json, place } => {
             control::events(&place, guest.as_deref(), epochs, json)
         }
-        Command::Switchover { guest, place } => control::switchover(&place, guest.as_deref()),
+        Command::Switchover { guest, to, place } => {
+            control::switchover(&place, guest.as_deref(), to)
+        }
         Command::Rehearse { guest, trial, json, place } => {
             control::rehearse(&place, guest.as_deref(), trial.plan(), json)
         }
@@ -531,10 +543,12 @@ fn think(
     agent: &Agent,
     events: Receiver<Event>,
     silence: Duration,
+    quorum: Quorum,
     first: impl FnOnce(Config, u64) -> (Node, Vec<Action>) + Send + 'static,
 ) -> std::io::Result<()> {
     let silence_ns = silence.as_nanos() as u64;
-    let config = Config { silence_ns, ..Config::new(agent.node) };
+    let has_arbiter = agent.arbiter.is_some();
+    let config = Config { silence_ns, quorum, has_arbiter, ..Config::new(agent.node) };
     let agent = agent.clone();
     let think = move || {
         brain::run(|now| first(config, now), silence_ns, &events, &agent);
@@ -556,6 +570,7 @@ impl RunArguments {
                 None => PacketPath::Spare,
                 Some(_) => PacketPath::Direct,
             }),
+            commit_on: self.commit_on,
             store: self.store.settings()?,
         })
     }
@@ -688,7 +703,7 @@ fn reign(
             (Node::reigning(config, now, term, until), Vec::new())
         }
     };
-    Ok(think(agent, events, common.silence, first)?)
+    Ok(think(agent, events, common.silence, settings.commit_on, first)?)
 }
 
 /// Gets the first term of a guest that is about to start.
@@ -722,7 +737,8 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
     let metrics = common.metrics.as_deref().map(listen).transpose()?;
     let control = common.control.as_deref().map(listen).transpose()?;
     let first = |config, now| (Node::spare(config, now), Vec::new());
-    think(&agent, events, common.silence, first)?;
+    // Its primary says what counts.
+    think(&agent, events, common.silence, Quorum::default(), first)?;
     control::serve(&agent, control)?;
     let spare = Spare::new(agent.clone(), inbox, common.hook());
     // Whoever joins it when it is primary has to find it.

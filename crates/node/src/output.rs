@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hotspare_image::NodeId;
+use hotspare_image::{NodeId, Position};
 use hotspare_net::gate::Gate;
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_replica::{Committed, Sender};
@@ -46,8 +46,8 @@ impl EpochMaker {
 }
 
 impl Agent {
-    /// A spare has acknowledged a checkpoint. What all of them have now leaves: any may be the one
-    /// that takes over.
+    /// A spare has acknowledged a checkpoint. What all have now that output waits for leaves: any
+    /// of them may be the one that takes over.
     pub fn committed(&self, node: NodeId, committed: Committed) {
         self.face().committed.insert(node, committed);
         self.let_go();
@@ -59,20 +59,34 @@ impl Agent {
         self.let_go();
     }
 
-    /// Lets go what everybody has who could take over: all spares that have acknowledged anything,
-    /// and all heirs that the arbiter knows. The one in the path waits for itself.
+    /// Output waits for these spares from now on; how much clients may have seen without them.
+    pub fn await_spares(&self, nodes: &BTreeSet<NodeId>) -> Position {
+        self.face().awaited.clone_from(nodes);
+        self.let_go();
+        let gate = self.face().gate.clone();
+        gate.map_or(Position::default(), |gate| Position::checkpoint(gate.shown()))
+    }
+
+    /// Lets go what everybody has who could take over: the spares that are waited for, and all
+    /// heirs that the arbiter knows. The one in the path waits for itself.
     pub fn let_go(&self) {
         let heirs = self.awaited_heirs();
-        // To the end: a spare that joins, or a path that is lost, must not be overlooked.
+        // To the end: a spare that is waited for, or a path that is lost, must not be overlooked.
         let face = self.face();
         let Some(gate) = &face.gate else { return };
-        if heirs.iter().any(|heir| !face.committed.contains_key(heir)) {
-            return gate.withhold();
+        let (mut all, mut waited_for) = (None, None);
+        for node in face.awaited.union(&heirs) {
+            let Some(committed) = face.committed.get(node) else { return gate.withhold() };
+            let least = |before: Option<Committed>| {
+                Some(before.map_or(*committed, |before| before.min(*committed)))
+            };
+            all = least(all);
+            if face.path != Some(*node) {
+                waited_for = least(waited_for);
+            }
         }
-        let others = face.committed.iter().filter(|(node, _)| face.path != Some(**node));
-        let waited_for = others.map(|(_, committed)| *committed).min();
-        if let Some(least) = face.committed.values().min() {
-            gate.commit(*least, waited_for, !heirs.is_empty());
+        if let Some(all) = all {
+            gate.commit(all, waited_for, !heirs.is_empty());
         }
     }
 

@@ -34,7 +34,9 @@ impl Primary {
         if !wanted || self.through.is_some() || self.is_freezing() || self.is_frozen() {
             return;
         }
-        let fit = |member: &&Member| member.ready && self.speaks_of_paths(member.node);
+        let fit = |member: &&Member| {
+            member.ready && !member.stands_by && self.speaks_of_paths(member.node)
+        };
         let Some(heir) = self.members.iter().filter(fit).min_by_key(|member| member.rank) else {
             return;
         };

@@ -53,6 +53,7 @@ impl CheckArguments {
             arbiter: None,
             path: crate::settings::PacketPath::default(),
             store: None,
+            commit_on: hotspare_cluster::Quorum::default(),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The primary: runs the guest, checkpoints it, keeps spares.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -81,7 +81,20 @@ pub struct Reach {
     version: u32,
 }
 
+impl Reach {
+    /// Its host, as this one sees it.
+    pub fn host(&self) -> IpAddr {
+        self.heart.ip().to_canonical()
+    }
+}
+
 impl Primary {
+    /// The spare on that host.
+    pub fn spare_at(&self, host: IpAddr) -> Option<NodeId> {
+        let mut there = self.reach.iter().filter(|(_, reach)| reach.host() == host.to_canonical());
+        there.next().map(|(node, _)| *node)
+    }
+
     /// Of a guest that runs, without a spare yet.
     pub fn new(
         agent: Agent,
@@ -262,7 +275,7 @@ impl Primary {
             }
             Message::PathOpen(node, stream) => self.path_open(node, stream)?,
             Message::SwitchoverRefused(node, why) => self.switchover_refused(node, why),
-            Message::Switchover(asker) => self.switchover_asked(asker),
+            Message::Switchover(asker, to) => self.switchover_asked(asker, to),
             Message::Protect { wanted, reason, answer } => self.protect(wanted, &reason, answer),
             Message::Alive(answer) => answer.store(true, Ordering::Relaxed),
             Message::Rehearse(_, answer) => {
@@ -383,6 +396,7 @@ impl Primary {
             Action::SendBeat(_)
             | Action::RequestTerm { .. }
             | Action::RenewTerm { .. }
+            | Action::AwaitSpares(_)
             | Action::Suspect { .. }
             | Action::Trust(_)
             | Action::CannotTakeOver(_)
@@ -435,7 +449,14 @@ impl Primary {
     }
 
     fn tell_members(&self, members: &[hotspare_cluster::Member]) {
-        self.agent.face().ready = members.iter().filter(|member| member.ready).count();
+        let count = |stands_by: bool| {
+            let fits =
+                |member: &&hotspare_cluster::Member| member.ready && member.stands_by == stands_by;
+            members.iter().filter(fits).count()
+        };
+        let mut face = self.agent.face();
+        (face.ready, face.standing_by) = (count(false), count(true));
+        drop(face);
         let entry = |member: &hotspare_cluster::Member| {
             let reach = self.reach.get(&member.node);
             MemberEntry {
@@ -444,6 +465,7 @@ impl Primary {
                 ready: member.ready,
                 heart: reach.map(|reach| reach.heart.to_string()).unwrap_or_default(),
                 listens: reach.and_then(|reach| Some(reach.listens?.to_string())),
+                stands_by: Some(member.stands_by),
             }
         };
         let entries: Vec<MemberEntry> = members.iter().map(entry).collect();

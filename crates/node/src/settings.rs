@@ -4,6 +4,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use hotspare_cluster::Quorum;
 use hotspare_net::takeover::{ServiceAddress, Uplink};
 use hotspare_process::objects::rules::{FileRules, Standing};
 
@@ -107,6 +108,8 @@ pub struct Settings {
     pub path: PacketPath,
     /// `--store`.
     pub store: Option<StoreSettings>,
+    /// `--commit-on`.
+    pub commit_on: Quorum,
 }
 
 impl Settings {
@@ -129,6 +132,9 @@ impl Settings {
             pairs.push(("path".to_owned(), self.path.to_string()));
         }
         pairs.extend(self.store.iter().map(StoreSettings::to_pair));
+        if self.commit_on != Quorum::default() {
+            pairs.push(("commit-on".to_owned(), self.commit_on.to_string()));
+        }
         pairs
     }
 
@@ -143,6 +149,7 @@ impl Settings {
             arbiter: None,
             path: PacketPath::default(),
             store: None,
+            commit_on: Quorum::default(),
         };
         for (name, value) in pairs {
             match name.as_str() {
@@ -164,6 +171,7 @@ impl Settings {
                     settings.path = parsed.map_err(anyhow::Error::msg)?;
                 }
                 "store" => settings.store = Some(StoreSettings::from_value(value)?),
+                "commit-on" => settings.commit_on = value.parse().map_err(anyhow::Error::msg)?,
                 other => bail!("the primary has a setting {other:?} that this version lacks"),
             }
         }
@@ -181,6 +189,13 @@ impl Settings {
             bail!(
                 "--guarantee output-commit holds the packets of a service, and there is none: give \
                  --service-address, or leave the guarantee at timeline"
+            );
+        }
+        if self.commit_on != Quorum::All && !self.guarantee.is_exact() {
+            bail!(
+                "--commit-on says how many spares output waits for, and under --guarantee {} it \
+                 waits for none: give --guarantee output-commit, or leave it out",
+                self.guarantee
             );
         }
         Ok(())
@@ -333,6 +348,7 @@ mod tests {
             arbiter: Some("etcd:hotspare".into()),
             path: PacketPath::Direct,
             store: None,
+            commit_on: Quorum::Majority,
         };
         assert_eq!(Settings::from_pairs(&settings.to_pairs()).expect("reads"), settings);
         let settings = Settings { epochs: Epochs::Auto, ..settings };

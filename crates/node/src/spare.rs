@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use hotspare_cluster::{Action, Closed, Event, Member, SuspectCause};
+use hotspare_cluster::{Action, CannotTakeOver, Closed, Event, Member, Quorum, SuspectCause};
 use hotspare_files::{ReplicatedDir, Role};
 use hotspare_image::memory::PageOwner;
 use hotspare_image::{Checkpoint, NodeId, Position, Term};
@@ -137,7 +137,12 @@ fn greet(agent: &Agent, channel: Channel) -> anyhow::Result<Welcomed> {
     let (primary, term, rank) = (hello.node, welcome.term, welcome.rank);
     let stream = agent.attach();
     agent.face().callers = settings.service.map(|service| Callers::new(service.address));
-    agent.brain.tell(Event::Joined { primary, term, rank });
+    let quorum = settings.commit_on;
+    {
+        let mut face = agent.face();
+        (face.commit_on, face.stands_by) = (quorum, false);
+    }
+    agent.brain.tell(Event::Joined { primary, term, rank, quorum });
     let joined = Joined { primary, term, settings, replier: replier.clone(), stream, hangup };
     agent.owner.send(Message::Joined(Box::new(joined)));
     Ok(Welcomed { primary, stream, read, replier })
@@ -186,6 +191,7 @@ fn take(agent: &Agent, (node, stream): (NodeId, StreamId), incoming: Incoming) -
                 node: entry.node,
                 rank: entry.rank,
                 ready: entry.ready,
+                stands_by: entry.stands_by.unwrap_or(false),
             };
             for entry in entries.iter().filter(|entry| entry.node != agent.node) {
                 if let Some(address) = entry.heart_address() {
@@ -195,7 +201,11 @@ fn take(agent: &Agent, (node, stream): (NodeId, StreamId), incoming: Incoming) -
                     agent.face().listens.insert(entry.node, listens);
                 }
             }
-            agent.brain.tell(Event::Members(entries.iter().map(member).collect()));
+            let members: Vec<Member> = entries.iter().map(member).collect();
+            if let Some(own) = members.iter().find(|member| member.node == agent.node) {
+                tell_standing(agent, *own);
+            }
+            agent.brain.tell(Event::Members(members));
         }
         Incoming::SwitchoverOffer(offer) => agent.owner.send(Message::Offered(node, offer)),
         Incoming::GuestDied => agent.brain.tell(Event::PrimaryLostGuest(node)),
@@ -207,6 +217,24 @@ fn take(agent: &Agent, (node, stream): (NodeId, StreamId), incoming: Incoming) -
         }
     }
     None
+}
+
+/// Says whether output waits for this spare, where that is not so for all.
+fn tell_standing(agent: &Agent, own: Member) {
+    let mut face = agent.face();
+    let changed = std::mem::replace(&mut face.stands_by, own.stands_by) != own.stands_by;
+    let quorum = face.commit_on;
+    drop(face);
+    if !changed || quorum == Quorum::All {
+        return;
+    }
+    agent.reporter.note(&match own.stands_by {
+        true => format!(
+            "this spare stands by: output waits for others (--commit-on {quorum}), and it takes \
+             over when one of them is gone before the primary is"
+        ),
+        false => "output waits for this spare from now on: it could take over".to_owned(),
+    });
 }
 
 /// A checkpoint is whole. If the ghost stands it will be applied, whatever happens to the primary,
@@ -383,7 +411,7 @@ impl Spare {
                 }
             }
             Message::GuestOver(text) => self.over = Some(text),
-            Message::Switchover(asker) => {
+            Message::Switchover(asker, _) => {
                 let why = "this host does not run the guest; ask on the host of the primary";
                 asker.answer(Err(why.to_owned()));
             }
@@ -481,8 +509,12 @@ impl Spare {
                 note("the primary lives".to_owned());
             }
             Action::CannotTakeOver(why) => {
+                let what = match why {
+                    CannotTakeOver::StandsBy => ", as output did not wait for it (--commit-on)",
+                    _ => "",
+                };
                 self.agent.reporter.alarm(&format!(
-                    "THE PRIMARY IS GONE and this spare must not replace it: {why:?}"
+                    "THE PRIMARY IS GONE and this spare must not replace it: {why:?}{what}"
                 ));
                 self.remember(What::Abandoned { why: format!("{why:?}") });
             }
@@ -503,6 +535,7 @@ impl Spare {
             Action::SendBeat(_)
             | Action::RequestTerm { .. }
             | Action::RenewTerm { .. }
+            | Action::AwaitSpares(_)
             | Action::Suspend
             | Action::Resume
             | Action::AcceptSpare { .. }

@@ -10,6 +10,7 @@
 //! sends from then on is not acknowledged here, so it is sent again to the spare, and what the
 //! killed guest's sockets say reaches nobody.
 
+use std::net::IpAddr;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -86,7 +87,8 @@ pub struct Switchover {
 
 impl Primary {
     /// Somebody wants the guest elsewhere.
-    pub fn switchover_asked(&mut self, asker: Asker) {
+    /// The operator wants the guest on a spare; on the one at `to`, if that is said.
+    pub fn switchover_asked(&mut self, asker: Asker, to: Option<IpAddr>) {
         if self.switchover.asker.is_some() {
             asker.answer(Err("a switchover is under way already; wait for its end".into()));
             return;
@@ -96,8 +98,16 @@ impl Primary {
             asker.answer(Err(why.into()));
             return;
         }
+        let node = to.map(|to| self.spare_at(to));
+        if let (Some(None), Some(to)) = (node, to) {
+            let spares: Vec<_> =
+                self.reach.values().map(|reach| reach.host().to_string()).collect();
+            let spares = if spares.is_empty() { "none".to_owned() } else { spares.join(", ") };
+            asker.answer(Err(format!("there is no spare at {to}; there are: {spares}")));
+            return;
+        }
         self.switchover = Switchover { asker: Some(asker), ..Switchover::default() };
-        self.agent.brain.tell(Event::SwitchoverAsked(None));
+        self.agent.brain.tell(Event::SwitchoverAsked(node.flatten()));
     }
 
     /// The next checkpoint is the last one here.

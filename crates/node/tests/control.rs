@@ -140,13 +140,13 @@ fn an_operator_sees_and_steers_by_the_socket() {
         let status = client.status(StatusRequest {}).await.unwrap().into_inner();
         assert!(status.paused);
         until(&mut events, "unprotected").await;
-        let refused = client.switchover(SwitchoverRequest {}).await.unwrap_err();
+        let refused = client.switchover(SwitchoverRequest::default()).await.unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition);
         assert!(refused.message().contains("hotspare resume"), "{refused}");
         client.resume_protection(ResumeProtectionRequest {}).await.unwrap();
         until(&mut events, "protected").await;
 
-        let mut moved = client.switchover(SwitchoverRequest {}).await.unwrap().into_inner();
+        let mut moved = client.switchover(SwitchoverRequest::default()).await.unwrap().into_inner();
         let moved = moved.message().await.unwrap().expect("a word before the end");
         assert!(moved.stall_ms > 0.0 && moved.epoch > 0, "{moved:?}");
     });

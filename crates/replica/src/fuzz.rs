@@ -107,6 +107,7 @@ fn queue_checkpoints(sender: &Sender, dice: &mut Dice) -> Result<(), crate::Brok
         ready: true,
         heart: "10.0.0.2:7000".into(),
         listens: None,
+        stands_by: Some(false),
     }];
     for epoch in 1..2 + dice.below(3) as u64 {
         let position = Position::checkpoint(Epoch(epoch));

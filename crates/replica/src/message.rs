@@ -209,6 +209,9 @@ pub struct MemberEntry {
     /// Where it listens once it is primary, as `ADDRESS:PORT`.
     #[n(4)]
     pub listens: Option<String>,
+    /// Clients may have seen what it does not know: it must not take over.
+    #[n(5)]
+    pub stands_by: Option<bool>,
 }
 
 impl MemberEntry {

@@ -129,7 +129,14 @@ fn golden(kind: Kind) -> Vec<u8> {
             let (heart, listens) = ("10.0.0.2:7001".into(), Some("10.0.0.2:7000".into()));
             small(
                 kind,
-                &vec![MemberEntry { node: NodeId(5), rank: 1, ready: true, heart, listens }],
+                &vec![MemberEntry {
+                    node: NodeId(5),
+                    rank: 1,
+                    ready: true,
+                    heart,
+                    listens,
+                    stands_by: Some(false),
+                }],
             )
         }
         Kind::SwitchoverOffer => {

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use hotspare_torture::chain::{Held, Scene, await_ready, protected_times, signal_redis, takeovers};
+use hotspare_torture::chain::{
+    Held, Scene, await_ready, protected_times, says, signal_redis, takeovers,
+};
 use hotspare_torture::clients::Connection;
 use hotspare_torture::clock::Instant;
 use hotspare_torture::lab::{Line, Process, SERVICE_V4, SERVICE_V6};
@@ -326,6 +328,74 @@ fn heir([one, two]: &[Process; 2]) -> ((usize, &Process), &Process) {
         assert!(Instant::now() < deadline, "no heir:\n{}\n{}", one.said(), two.said());
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// Output waits for one of two spares; the primary, with a load, and the two: the one that is
+/// waited for, with its host, and the other.
+fn one_of_two(scene: &mut Scene) -> (Process, Held, (usize, Process), (usize, Process)) {
+    scene.engine.more.extend(["--commit-on", "1"].map(str::to_owned));
+    let first = scene.engine.spare_with(scene.host(1), &PATIENT).unwrap();
+    let primary = scene.run(&[1, 2]);
+    await_ready(scene, &primary, 1);
+    let second = scene.engine.spare_with(scene.host(2), &PATIENT).unwrap();
+    says(&second, "this spare stands by");
+    let load = Held::start(scene, (SERVICE_V4, PORT).into(), 6, 64);
+    load.goes_on("before", &primary);
+    let deadline = Instant::now() + HANG;
+    let stands_by =
+        || Engine::status(scene.host(0), &scene.engine.binary, "standing_by") == Some(1);
+    while !stands_by() {
+        assert!(Instant::now() < deadline, "nobody stands by:\n{}", primary.said());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    await_ready(scene, &primary, 1);
+    (primary, load, (1, first), (2, second))
+}
+
+#[test]
+fn who_stands_by_counts_when_the_spare_that_was_waited_for_has_died() {
+    let mut scene = scene(3, false);
+    let (primary, load, (heir, first), (_, second)) = one_of_two(&mut scene);
+    scene.host(heir).kill().unwrap();
+    drop(first);
+    says(&second, "output waits for this spare from now on");
+    await_ready(&scene, &primary, 1);
+    load.goes_on("with the next", &primary);
+    scene.host(0).kill().unwrap();
+    Engine::taken_over(&second).unwrap();
+    load.goes_on("after the death", &second);
+    load.noticed_nothing();
+}
+
+/// It follows whoever takes over, and counts there.
+#[test]
+fn who_stands_by_follows_the_spare_that_was_waited_for() {
+    let mut scene = scene(3, false);
+    let (_primary, load, (heir, first), (_, second)) = one_of_two(&mut scene);
+    scene.host(0).kill().unwrap();
+    Engine::taken_over(&first).unwrap();
+    load.goes_on("after the first death", &first);
+    protected_times(&first, 1);
+    assert_eq!(takeovers(&second), 0);
+    load.goes_on("protected again", &first);
+    scene.host(heir).kill().unwrap();
+    Engine::taken_over(&second).unwrap();
+    load.goes_on("after the second death", &second);
+    load.noticed_nothing();
+}
+
+#[test]
+fn the_guest_moves_to_the_host_that_is_named() {
+    let mut scene = scene(3, false);
+    let (primary, load, _first, (by, second)) = one_of_two(&mut scene);
+    let wrong = scene.hotspare(0, &["switchover", "--to", "192.0.2.7"]).unwrap_err();
+    assert!(wrong.contains("no spare at 192.0.2.7"), "{wrong}");
+    let to = scene.host(by).socket(0).ip().to_string();
+    let said = scene.hotspare(0, &["switchover", "--to", &to]);
+    assert!(said.is_ok(), "{said:?}\n{}\n{}", primary.said(), second.said());
+    assert_eq!(takeovers(&second), 1, "{}", second.said());
+    load.goes_on("after the switchover", &second);
+    load.noticed_nothing();
 }
 
 /// What the killed program's sockets say to its clients is output like any other.

@@ -49,6 +49,7 @@ impl Node {
             self.protection_changed(out);
         }
         self.keep_heirs(out);
+        self.begin_wanted(out);
     }
 
     pub(super) fn keep_heirs(&mut self, out: &mut Vec<Action>) {
@@ -91,11 +92,15 @@ impl Node {
         out: &mut Vec<Action>,
     ) {
         let State::Reigning(reign) = &mut self.state else { return };
-        if reign.spares.remove(&node).is_none() {
-            return;
-        }
+        let Some(gone) = reign.spares.remove(&node) else { return };
         if let Some(cause) = drop {
             out.push(Action::DropSpare { node, cause });
+        }
+        if gone.picked {
+            out.push(Action::AwaitSpares(reign.picked()));
+        }
+        if reign.wanted_at.take_if(|(to, _)| *to == node).is_some() {
+            out.push(Action::SwitchoverImpossible);
         }
         self.spares_changed(out);
         let State::Reigning(reign) = &self.state else { return };
@@ -108,19 +113,57 @@ impl Node {
     }
 
     pub(super) fn spares_changed(&mut self, out: &mut Vec<Action>) {
+        self.pick_spares(out);
         let State::Reigning(reign) = &mut self.state else { return };
         out.push(Action::TellMembers(reign.members()));
         self.keep_heirs(out);
         self.protection_changed(out);
     }
 
+    /// Lets output wait for as many spares as the quorum wants, the first in the queue, and for each
+    /// until that is gone: one that does not know yet that it only stands by might take over.
+    /// So the one that was never told to is waited for in any case.
+    fn pick_spares(&mut self, out: &mut Vec<Action>) {
+        let State::Reigning(reign) = &mut self.state else { return };
+        let wanted = self.config.quorum.of(reign.spares.len());
+        let taken = reign.spares.values().filter(|spare| spare.picked || !spare.stands_by).count();
+        let missing = wanted.saturating_sub(taken);
+        let has_ghost = |spare: &&mut Spare| !spare.picked && spare.acknowledged.is_some();
+        let fit = reign.spares.values_mut().filter(has_ghost);
+        let (mut fit, more): (Vec<_>, Vec<_>) = fit.partition(|spare| spare.stands_by);
+        fit.sort_by_key(|spare| spare.rank);
+        fit.truncate(missing);
+        fit.extend(more);
+        let changed = !fit.is_empty();
+        fit.into_iter().for_each(|spare| spare.picked = true);
+        if changed {
+            out.push(Action::AwaitSpares(reign.picked()));
+        }
+    }
+
+    /// Output waits for these from now on. They count once they know what was shown before.
+    pub(super) fn awaited(
+        &mut self,
+        nodes: &BTreeSet<NodeId>,
+        shown: Position,
+        out: &mut Vec<Action>,
+    ) {
+        let State::Reigning(reign) = &mut self.state else { return };
+        let mut count = false;
+        for (_, spare) in reign.spares.iter_mut().filter(|(node, _)| nodes.contains(node)) {
+            if spare.picked && spare.counts_from.is_none() {
+                count |= spare.changed(|spare| spare.counts_from = Some(shown));
+            }
+        }
+        if count {
+            self.spares_changed(out);
+            self.begin_wanted(out);
+        }
+    }
+
     fn protection_changed(&mut self, out: &mut Vec<Action>) {
         let State::Reigning(reign) = &mut self.state else { return };
-        let none = reign.lease_until == Nanos::MAX;
-        let could = |(node, spare): (&NodeId, &Spare)| {
-            spare.is_ready() && (none || reign.heirs.contains(node))
-        };
-        let protected = reign.spares.iter().any(could);
+        let protected = reign.spares.keys().any(|node| reign.could_take_over(*node));
         if protected != reign.protected {
             reign.protected = protected;
             out.push(if protected { Action::BecomeProtected } else { Action::BecomeUnprotected });
@@ -189,16 +232,21 @@ impl Node {
         let Some(rank) = free.filter(|_| reign.phase == Phase::Running) else {
             return out.push(Action::RefuseSpare(node));
         };
-        let counts_from = Position::default();
         let joined = Spare {
             rank,
             acknowledged: None,
-            counts_from,
+            picked: false,
+            counts_from: None,
+            // Nothing is shown to anybody before the first of them has all of it.
+            stands_by: reign.spares.keys().any(|other| *other != node),
             joined_at: now,
             heard_at: None,
             hears: false,
         };
-        reign.spares.insert(node, joined);
+        let was_picked = reign.spares.insert(node, joined).is_some_and(|before| before.picked);
+        if was_picked {
+            out.push(Action::AwaitSpares(reign.picked()));
+        }
         let term = reign.term;
         out.push(Action::AcceptSpare { node, rank, term });
         self.spares_changed(out);
@@ -212,18 +260,15 @@ impl Node {
         out: &mut Vec<Action>,
     ) {
         let State::Reigning(reign) = &mut self.state else { return };
-        let shown = reign.shown();
         let Some(spare) = reign.spares.get_mut(&node) else { return };
-        if spare.acknowledged.is_none() {
-            spare.counts_from = shown;
-        }
         spare.heard_at = spare.heard_at.map(|_| now);
-        let was_ready = spare.is_ready();
-        spare.acknowledged = spare.acknowledged.max(Some(position));
-        if spare.is_ready() != was_ready {
+        let first = spare.acknowledged.is_none();
+        let counts = spare.changed(|spare| {
+            spare.acknowledged = spare.acknowledged.max(Some(position));
+        });
+        if counts || first {
             self.spares_changed(out);
-        } else {
-            self.keep_heirs(out);
+            self.begin_wanted(out);
         }
         self.offer_when_ready(now, out);
     }
@@ -247,7 +292,12 @@ impl Node {
         }
     }
 
-    pub(super) fn switchover_asked(&mut self, to: Option<NodeId>, out: &mut Vec<Action>) {
+    pub(super) fn switchover_asked(
+        &mut self,
+        now: Nanos,
+        to: Option<NodeId>,
+        out: &mut Vec<Action>,
+    ) {
         let State::Reigning(reign) = &mut self.state else {
             return out.push(Action::SwitchoverImpossible);
         };
@@ -255,15 +305,41 @@ impl Node {
             .spares
             .iter()
             .filter(|(node, spare)| spare.is_ready() && to.is_none_or(|wanted| wanted == **node))
-            .min_by_key(|(_, spare)| spare.rank)
+            .min_by_key(|(node, spare)| (!reign.could_take_over(**node), spare.rank))
             .map(|(node, _)| *node);
-        let Some(to) = fit.filter(|_| reign.phase == Phase::Running) else {
+        let is_free = reign.phase == Phase::Running && reign.wanted_at.is_none();
+        let Some(to) = fit.filter(|_| is_free) else {
             return out.push(Action::SwitchoverImpossible);
         };
+        reign.wanted_at = Some((to, now.saturating_add(self.config.handover_ns)));
+        // One that only stands by has to count first.
+        let picked = reign.spares.get_mut(&to).map(|spare| &mut spare.picked);
+        if picked.is_some_and(|picked| !std::mem::replace(picked, true)) {
+            out.push(Action::AwaitSpares(reign.picked()));
+        }
+        self.begin_wanted(out);
+    }
+
+    /// Begins the switchover that is wanted, once the spare could take over.
+    fn begin_wanted(&mut self, out: &mut Vec<Action>) {
+        let State::Reigning(reign) = &mut self.state else { return };
+        let Some((to, _)) = reign.wanted_at else { return };
+        if !reign.could_take_over(to) || reign.phase != Phase::Running {
+            return;
+        }
+        reign.wanted_at = None;
         reign.phase = Phase::Freezing { to, frozen_at: None };
         // From here on `to` is first in the queue, so that no other spare claims what it is given.
         out.push(Action::TellMembers(reign.members()));
         out.push(Action::FreezeGuest { to });
+    }
+
+    /// A spare that could not take over for so long.
+    pub(super) fn watch_wanted(&mut self, now: Nanos, out: &mut Vec<Action>) {
+        let State::Reigning(reign) = &mut self.state else { return };
+        if reign.wanted_at.take_if(|(_, until)| now >= *until).is_some() {
+            out.push(Action::SwitchoverImpossible);
+        }
     }
 
     pub(super) fn guest_frozen(&mut self, now: Nanos, position: Position, out: &mut Vec<Action>) {
@@ -379,6 +455,7 @@ impl Node {
         for node in std::mem::take(&mut reign.spares).into_keys() {
             out.push(Action::DropSpare { node, cause: DropCause::NewTerm });
         }
+        out.push(Action::AwaitSpares(BTreeSet::new()));
         self.spares_changed(out);
     }
 
@@ -405,6 +482,21 @@ impl Node {
 }
 
 impl Spare {
+    /// Changes it; whether it has all that clients have seen since that.
+    fn changed(&mut self, change: impl FnOnce(&mut Spare)) -> bool {
+        let before = self.has_all_shown();
+        change(self);
+        let counts = self.has_all_shown();
+        self.stands_by &= !counts;
+        counts && !before
+    }
+
+    /// Nothing was shown, or will be, that it does not have.
+    fn has_all_shown(&self) -> bool {
+        let early = mutate::is(Mutation::EarlyHeir) && self.picked;
+        early || self.counts_from.is_some_and(|from| self.acknowledged >= Some(from))
+    }
+
     /// A spare that never hears heartbeats would not notice silence.
     pub(super) fn is_ready(&self) -> bool {
         self.acknowledged.is_some() && self.hears
@@ -443,6 +535,7 @@ impl Reign {
             phase,
             spares: BTreeMap::new(),
             protected: false,
+            wanted_at: None,
             rivals: BTreeMap::new(),
         };
         reign.lease(now, until);
@@ -463,17 +556,26 @@ impl Reign {
         if let Phase::TakingOver | Phase::Offered { .. } = self.phase {
             return self.heirs.clone();
         }
-        let ready = self
-            .spares
-            .iter()
-            .filter(|(_, spare)| spare.is_ready() && spare.acknowledged >= Some(spare.counts_from));
-        ready.map(|(node, _)| *node).collect()
+        let fit = self.spares.iter().filter(|(_, spare)| spare.is_ready() && spare.has_all_shown());
+        fit.map(|(node, _)| *node).collect()
     }
 
-    /// How far clients may have seen the guest.
-    fn shown(&self) -> Position {
-        let acknowledged = self.spares.values().filter_map(|spare| spare.acknowledged).max();
-        self.position.max(acknowledged.unwrap_or_default())
+    /// Whether this spare could take over from us.
+    fn could_take_over(&self, node: NodeId) -> bool {
+        let none = self.lease_until == Nanos::MAX;
+        let fit = |spare: &Spare| spare.is_ready() && spare.has_all_shown();
+        self.spares.get(&node).is_some_and(fit) && (none || self.heirs.contains(&node))
+    }
+
+    /// Spares that output waits for, or is about to.
+    fn picked(&self) -> BTreeSet<NodeId> {
+        let picked = self.spares.iter().filter(|(_, spare)| spare.picked);
+        picked.map(|(node, _)| *node).collect()
+    }
+
+    /// Until when a switchover may wait for its spare.
+    pub(super) fn wanted_until(&self) -> Nanos {
+        self.wanted_at.map_or(Nanos::MAX, |(_, until)| until)
     }
 
     fn renewal(&mut self) -> Action {
@@ -510,6 +612,7 @@ impl Reign {
                 node: *node,
                 rank: rank(*node, spare.rank),
                 ready: spare.is_ready(),
+                stands_by: spare.stands_by,
             })
             .collect()
     }

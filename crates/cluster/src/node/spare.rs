@@ -83,7 +83,7 @@ impl Node {
         if f.claim.is_some() {
             return;
         }
-        let unfit = f.unfit(self.seen);
+        let unfit = self.unfit(f);
         let due = now >= self.claim_at(f, suspicion);
         let term = match mutate::is(Mutation::StaleClaim) {
             true => f.term,
@@ -117,14 +117,21 @@ impl Node {
                 && beat.position.epoch.0 > own.0.saturating_add(1)
                 && at.saturating_add(self.config.silence_ns) >= suspicion.since
         });
-        let turns = u64::from(f.rank) + if far_behind { u64::from(RANKS_MAX) } else { 0 };
+        let later = u64::from(far_behind) + u64::from(f.stands_by);
+        let turns = u64::from(f.rank) + later * u64::from(RANKS_MAX);
         suspicion
             .since
             .saturating_add(turns.saturating_mul(self.config.silence_ns))
             .max(f.claim_after)
     }
 
-    pub(super) fn joined(&mut self, now: Nanos, primary: NodeId, term: Term, rank: u32) {
+    pub(super) fn joined(
+        &mut self,
+        now: Nanos,
+        (primary, term): (NodeId, Term),
+        rank: u32,
+        quorum: Quorum,
+    ) {
         let follows = match &self.state {
             State::Waiting => term >= self.seen,
             State::Following(f) => (term, primary) >= (f.term, f.primary),
@@ -132,6 +139,7 @@ impl Node {
         };
         if follows {
             self.seen = self.seen.max(term);
+            self.config.quorum = quorum;
             let (heard_at, inherited) = match &self.state {
                 State::Following(f) if f.primary == primary && f.term == term => {
                     (f.heard_at.map(|_| now), f.inherited)
@@ -148,7 +156,7 @@ impl Node {
     pub(super) fn members(&mut self, members: &[Member]) {
         let State::Following(f) = &mut self.state else { return };
         if let Some(own) = members.iter().find(|member| member.node == self.config.node) {
-            f.rank = own.rank;
+            (f.rank, f.stands_by) = (own.rank, own.stands_by);
         }
     }
 
@@ -167,9 +175,14 @@ impl Node {
         position: Position,
         out: &mut Vec<Action>,
     ) {
-        let seen = self.seen;
+        let fit = match &self.state {
+            State::Following(f) => {
+                let known = f.primary == from && f.ghost >= Some(position);
+                known && self.unfit(f).is_none_or(|reason| reason == CannotTakeOver::StandsBy)
+            }
+            _ => false,
+        };
         if let State::Following(f) = &mut self.state {
-            let fit = f.primary == from && f.unfit(seen).is_none() && f.ghost >= Some(position);
             if fit && f.claim.is_none() && term > f.term {
                 f.claim = Some(Claim { term, offered: true });
                 return out.push(Action::RequestTerm { term, by: By::Offer(f.term) });
@@ -187,6 +200,23 @@ impl Node {
             out.push(Action::RequestTerm { term, by: By::First });
         } else {
             out.push(Action::CannotTakeOver(CannotTakeOver::GhostIncomplete));
+        }
+    }
+
+    /// Why this spare must not claim, if it must not.
+    pub(super) fn unfit(&self, f: &Following) -> Option<CannotTakeOver> {
+        if mutate::is(Mutation::AnyGhost) {
+            None
+        } else if f.ghost.is_none() {
+            Some(CannotTakeOver::GhostIncomplete)
+        } else if !f.attached {
+            Some(CannotTakeOver::Detached)
+        } else if self.seen > f.term {
+            Some(CannotTakeOver::AnotherReigned)
+        } else if f.stands_by && !self.config.has_arbiter {
+            Some(CannotTakeOver::StandsBy)
+        } else {
+            None
         }
     }
 
@@ -216,6 +246,7 @@ impl Following {
             rank: RANKS_MAX,
             attached: false,
             stream_over: false,
+            stands_by: false,
             ghost: None,
             inherited: None,
             heard_at,
@@ -230,19 +261,5 @@ impl Following {
         self.heard_at = Some(now);
         self.suspicion = None;
         self.told_unfit = false;
-    }
-
-    pub(super) fn unfit(&self, seen: Term) -> Option<CannotTakeOver> {
-        if mutate::is(Mutation::AnyGhost) {
-            None
-        } else if self.ghost.is_none() {
-            Some(CannotTakeOver::GhostIncomplete)
-        } else if !self.attached {
-            Some(CannotTakeOver::Detached)
-        } else if seen > self.term {
-            Some(CannotTakeOver::AnotherReigned)
-        } else {
-            None
-        }
     }
 }

@@ -290,6 +290,7 @@ impl World {
         host.node = Some(Node::reigning(config, now, term, until));
         (host.guest, host.taken, host.last_term) = (Guest::Runs, Position::default(), Term(0));
         host.committed.clear();
+        host.awaited.clear();
         host.cuts.clear();
         let incarnation = host.incarnation;
         self.at(self.now + super::world::EPOCH, Due::Epoch { node: id, incarnation });
@@ -315,14 +316,26 @@ impl World {
         }
         let awaits = client.at_once && !client.heirs.is_empty();
         let awaited = awaits && !mutate::is(Mutation::NoStrike);
-        if awaited && client.heirs.iter().any(|heir| !host.committed.contains_key(heir)) {
-            return None;
+        let mut nodes = host.awaited.clone();
+        if awaited {
+            nodes.extend(&client.heirs);
         }
-        match host.committed.values().min() {
-            Some(least) => Some(*least),
-            None if alone && !awaited => Some(host.taken.epoch.next()),
-            None => None,
+        if nodes.is_empty() {
+            return alone.then(|| host.taken.epoch.next());
         }
+        let has = |node: &NodeId| host.committed.get(node).copied();
+        // `None` is less than any.
+        nodes.iter().map(has).min().flatten()
+    }
+
+    /// Output waits for these from now on.
+    pub fn await_spares(&mut self, id: NodeId, nodes: BTreeSet<NodeId>) {
+        self.host(id).awaited.clone_from(&nodes);
+        let term = self.hosts[&id].node.as_ref().map_or(Term(0), |node| node.status().term);
+        let shown = self.spoken.last.get(&term).copied().unwrap_or(Epoch(0));
+        let event = Event::Awaited { nodes, shown: Position::checkpoint(shown) };
+        let incarnation = self.hosts[&id].incarnation;
+        self.at(self.now, Due::Event { to: id, incarnation, event });
     }
 
     /// A spare has acknowledged: that may hold the lease up.

@@ -13,7 +13,7 @@ mod court;
 mod world;
 
 use hotspare_cluster::mutate::{self, Mutation};
-use hotspare_cluster::{Event, Role};
+use hotspare_cluster::{Event, Quorum, Role};
 use hotspare_image::NodeId;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,18 +26,24 @@ fn number(name: &str) -> Option<u64> {
 
 /// Runs `claim` for many seeds; a failure prints its seed and the last events.
 fn for_seeds(hosts: u64, arbiter: Arbiter, claim: impl Fn(&mut World)) {
+    for_seeds_with(Quorum::All, hosts, arbiter, claim);
+}
+
+fn for_seeds_with(quorum: Quorum, hosts: u64, arbiter: Arbiter, claim: impl Fn(&mut World)) {
     let seeds = match number("HOTSPARE_SEED") {
         Some(seed) => seed..seed + 1,
         None => 0..number("HOTSPARE_SEEDS").unwrap_or(150),
     };
     for seed in seeds {
-        let mut world = World::new(seed, hosts, arbiter, false);
+        let mut world = World::new(seed, hosts, arbiter, quorum, false);
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| claim(&mut world))) {
             // Once more, with its log.
-            let mut world = World::new(seed, hosts, arbiter, true);
+            let mut world = World::new(seed, hosts, arbiter, quorum, true);
             let _ = catch_unwind(AssertUnwindSafe(|| claim(&mut world)));
             world.print_log();
-            eprintln!("failed with HOTSPARE_SEED={seed}, {hosts} hosts, arbiter {arbiter:?}");
+            eprintln!(
+                "failed with HOTSPARE_SEED={seed}, {hosts} hosts, arbiter {arbiter:?}, {quorum:?}"
+            );
             resume_unwind(panic);
         }
     }
@@ -221,6 +227,86 @@ fn crash_after_crash_the_guest_lives_while_a_ready_spare_does() {
     }
 }
 
+/// Spares that could take over.
+fn heirs(world: &World) -> Vec<NodeId> {
+    let mut heirs = world.with_role(Role::Spare);
+    heirs.retain(|id| world.is_ready(*id));
+    heirs
+}
+
+#[test]
+fn output_waits_for_one_spare_and_another_stands_by() {
+    for hosts in 3..=4 {
+        for_seeds_with(Quorum::Count(1), hosts, Arbiter::None, |world| {
+            settle(world);
+            let old = world.primary().expect("a primary");
+            let heir = match heirs(world)[..] {
+                [heir] => heir,
+                ref others => panic!("{others:?} could take over"),
+            };
+            assert_eq!(world.hosts[&old].awaited, [heir].into());
+            world.crash(heir, world.now.is_multiple_of(2), None);
+            settle(world);
+            let next = heirs(world);
+            assert!(next.len() == 1 && next[0] != heir, "{next:?} could take over");
+            world.crash(old, world.now.is_multiple_of(2), None);
+            settle(world);
+            assert_eq!(world.running(), next);
+        });
+    }
+}
+
+#[test]
+fn who_stands_by_does_not_take_over_what_it_may_not_know() {
+    for_seeds_with(Quorum::Count(1), 3, Arbiter::None, |world| {
+        settle(world);
+        let old = world.primary().expect("a primary");
+        let heir = heirs(world)[0];
+        world.crash(heir, true, None);
+        world.crash(old, true, None);
+        settle(world);
+        assert!(world.takeovers.is_empty() && world.running().is_empty());
+    });
+}
+
+#[test]
+fn a_spare_that_stands_by_can_be_switched_to() {
+    for arbiter in [Arbiter::None, Arbiter::Lease, Arbiter::Commit] {
+        for_seeds_with(Quorum::Count(1), 4, arbiter, |world| {
+            settle(world);
+            let old = world.primary().expect("a primary");
+            let awaited = world.hosts[&old].awaited.clone();
+            let mut others = world.with_role(Role::Spare);
+            others.retain(|id| !awaited.contains(id));
+            assert_eq!(others.len(), 2, "{awaited:?} are waited for");
+            let to = others[world.dice.below(2) as usize];
+            world.deliver(old, Event::SwitchoverAsked(Some(to)));
+            settle(world);
+            assert_eq!(world.primary(), Some(to));
+        });
+    }
+}
+
+#[test]
+fn with_an_arbiter_the_next_spare_follows_the_heir_that_died() {
+    for quorum in [Quorum::Count(1), Quorum::Majority] {
+        for_seeds_with(quorum, 4, Arbiter::Commit, |world| {
+            for round in 1..=3 {
+                settle(world);
+                let primary = world.primary().expect("a primary");
+                let heir = world.hosts[&primary].awaited.first().copied().expect("an heir");
+                let power_cut = world.dice.chance(50);
+                world.crash(heir, power_cut, Some(400 * MS));
+                settle(world);
+                world.crash(primary, power_cut, Some(500 * MS));
+                settle(world);
+                assert_eq!(world.running().len(), 1, "round {round}");
+                assert_eq!(world.takeovers.len(), round);
+            }
+        });
+    }
+}
+
 /// Any faults at all. What holds at every instant is checked by the world itself.
 fn chaos(world: &mut World, cuts: bool) {
     let faults = 3 + world.dice.below(12);
@@ -297,22 +383,48 @@ fn without_an_arbiter_a_healed_cluster_has_one_primary() {
     }
 }
 
+/// The heir dies while the next one does not hear everything, and then the primary.
+fn next_heir_lags(world: &mut World) {
+    settle(world);
+    let Some(old) = world.primary() else { return };
+    let heir = world.hosts[&old].awaited.first().copied();
+    let next = world.with_role(Role::Spare).into_iter().find(|id| Some(*id) != heir);
+    let (Some(heir), Some(next)) = (heir, next) else { return };
+    world.cut(old, next);
+    let pass = |world: &mut World, most: u64| {
+        let gap = world.dice.below(most * MS);
+        world.run_until(world.now + gap);
+    };
+    pass(world, 80);
+    world.crash(heir, false, Some(400 * MS));
+    pass(world, 40);
+    world.crash(old, true, Some(500 * MS));
+    world.heal();
+    settle(world);
+    any_fault(world);
+}
+
 /// The worlds in which anything may happen, in turn.
-fn some_world(seed: u64) -> (u64, Arbiter, fn(&mut World)) {
+fn some_world(seed: u64) -> (u64, Arbiter, Quorum, fn(&mut World)) {
     let arbiters = [Arbiter::Commit, Arbiter::Lease, Arbiter::Shared, Arbiter::None];
     let arbiter = arbiters[(seed % 4) as usize];
-    let claim = if arbiter == Arbiter::None { healed } else { any_fault };
-    (2 + seed / 4 % 3, arbiter, claim)
+    let quorum = [Quorum::All, Quorum::Count(1), Quorum::Majority][(seed / 12 % 3) as usize];
+    let claim = match (arbiter, quorum) {
+        (Arbiter::None, _) => healed,
+        (_, Quorum::Count(_)) if seed / 36 % 2 == 1 => next_heir_lags,
+        _ => any_fault,
+    };
+    (2 + seed / 4 % 3, arbiter, quorum, claim)
 }
 
 /// Why the claim of this seed fails, if it does.
 fn failure(seed: u64, logs: bool) -> Option<String> {
-    let (hosts, arbiter, claim) = some_world(seed);
-    let mut world = World::new(seed, hosts, arbiter, logs);
+    let (hosts, arbiter, quorum, claim) = some_world(seed);
+    let mut world = World::new(seed, hosts, arbiter, quorum, logs);
     let panic = catch_unwind(AssertUnwindSafe(|| claim(&mut world))).err()?;
     let words = panic.downcast_ref::<String>().cloned().unwrap_or_default();
     world.print_log();
-    Some(format!("seed {seed}, {hosts} hosts, {arbiter:?}: {words}"))
+    Some(format!("seed {seed}, {hosts} hosts, {arbiter:?}, {quorum:?}: {words}"))
 }
 
 /// The claims above with one world for each seed: for many seeds, see `cargo xtask simulate`.
@@ -344,18 +456,19 @@ fn anything_may_happen() {
 }
 
 /// Rules broken on purpose, each with a seed that notices.
-const NOTICED: [(Mutation, u64); 11] = [
-    (Mutation::OldTerm, 224),
-    (Mutation::NoWait, 1),
-    (Mutation::NoHeir, 232),
-    (Mutation::NoGrace, 724),
-    (Mutation::NoExpiry, 10),
-    (Mutation::NoLease, 29),
+const NOTICED: [(Mutation, u64); 12] = [
+    (Mutation::OldTerm, 100),
+    (Mutation::NoWait, 13),
+    (Mutation::NoHeir, 116),
+    (Mutation::NoGrace, 21832),
+    (Mutation::NoExpiry, 154),
+    (Mutation::NoLease, 153),
     (Mutation::NoCommit, 0),
-    (Mutation::NoStrike, 92),
-    (Mutation::NoDeposition, 19),
-    (Mutation::StaleClaim, 7),
-    (Mutation::AnyGhost, 1903),
+    (Mutation::NoStrike, 104),
+    (Mutation::NoDeposition, 15),
+    (Mutation::StaleClaim, 15),
+    (Mutation::AnyGhost, 123),
+    (Mutation::EarlyHeir, 56),
 ];
 
 /// Most seeds that a broken rule may go unnoticed.

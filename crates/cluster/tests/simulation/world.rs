@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
 use hotspare_cluster::register::{Record, Wish};
-use hotspare_cluster::{Action, Beat, Closed, Config, Event, Nanos, Node, Role};
+use hotspare_cluster::{Action, Beat, Closed, Config, Event, Nanos, Node, Quorum, Role};
 use hotspare_image::{Epoch, NodeId, Position, Term};
 
 use super::court::{Client, Spoken};
@@ -68,6 +68,8 @@ pub struct Host {
     pub client: Client,
     /// What spares have acknowledged.
     pub committed: BTreeMap<NodeId, Epoch>,
+    /// Spares that output waits for.
+    pub awaited: BTreeSet<NodeId>,
     /// When checkpoints were taken.
     pub cuts: BTreeMap<Epoch, Nanos>,
     /// Its clock: what it said at the beginning, and how much it gains, in millionths.
@@ -142,6 +144,7 @@ pub struct World {
     pub now: Nanos,
     pub dice: Dice,
     pub arbiter: Arbiter,
+    pub quorum: Quorum,
     pub register: Option<Record>,
     pub version: u64,
     pub spoken: Spoken,
@@ -165,14 +168,20 @@ pub struct World {
 
 impl World {
     pub fn config(&self, node: NodeId) -> Config {
-        Config { fence_at_expiry: self.arbiter == Arbiter::Shared, ..Config::new(node) }
+        Config {
+            fence_at_expiry: self.arbiter == Arbiter::Shared,
+            has_arbiter: self.arbiter != Arbiter::None,
+            quorum: self.quorum,
+            ..Config::new(node)
+        }
     }
 
-    pub fn new(seed: u64, hosts: u64, arbiter: Arbiter, logs: bool) -> World {
+    pub fn new(seed: u64, hosts: u64, arbiter: Arbiter, quorum: Quorum, logs: bool) -> World {
         let mut world = World {
             now: 0,
             dice: Dice::new(seed),
             arbiter,
+            quorum,
             register: None,
             version: 0,
             spoken: Spoken::default(),
@@ -198,6 +207,7 @@ impl World {
                 taking_over: false,
                 client: Client::default(),
                 committed: BTreeMap::new(),
+                awaited: BTreeSet::new(),
                 cuts: BTreeMap::new(),
                 clock: (world.dice.below(1 << 40), world.dice.below(8_001) as i64 - 4_000),
                 guest: Guest::Absent,
@@ -404,6 +414,7 @@ impl World {
                     self.send(id, to, Event::Members(members.clone()));
                 }
             }
+            Action::AwaitSpares(nodes) => self.await_spares(id, nodes),
             Action::Fence(_) => self.fenced(id),
             Action::TellGuestDied => {
                 for to in self.spares_of(id) {
@@ -453,6 +464,7 @@ impl World {
         host.guest = Guest::Runs;
         host.taking_over = true;
         host.committed.clear();
+        host.awaited.clear();
         host.cuts.clear();
         let incarnation = host.incarnation;
         self.reigns(id, term, position.epoch);
@@ -485,7 +497,7 @@ impl World {
         let stream = self.order;
         self.streams.insert((primary, spare), (stream, VecDeque::new()));
         self.streams.insert((spare, primary), (stream, VecDeque::new()));
-        self.send(primary, spare, Event::Joined { primary, term, rank });
+        self.send(primary, spare, Event::Joined { primary, term, rank, quorum: self.quorum });
         // It takes part from the next checkpoint on.
         self.checkpoint(primary);
     }
@@ -621,6 +633,7 @@ impl World {
         host.taking_over = false;
         host.client = Client::default();
         host.committed.clear();
+        host.awaited.clear();
         host.cuts.clear();
         if let Some(after) = back_after {
             self.at(self.now + after, Due::Restart { node: id });

@@ -1,5 +1,6 @@
 //! The commands that look at agents and steer them.
 
+use std::net::IpAddr;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
@@ -186,6 +187,7 @@ fn in_json(status: &StatusResponse) -> Value {
         "epoch": status.epoch,
         "spares": status.spares,
         "ready": status.ready,
+        "standing_by": status.standing_by,
         "paused": status.paused,
         "pause_p50_us": status.pause_p50_us,
         "pause_p99_us": status.pause_p99_us,
@@ -205,7 +207,10 @@ fn table(agents: &[StatusResponse]) -> String {
     };
     let spares = |status: &StatusResponse| match (status.role(), status.paused) {
         (Role::Primary, true) => "PAUSED".to_owned(),
-        (Role::Primary, false) => format!("{} of {} ready", status.ready, status.spares),
+        (Role::Primary, false) => match status.standing_by {
+            0 => format!("{} of {} ready", status.ready, status.spares),
+            by => format!("{} of {} ready, {by} standing by", status.ready, status.spares),
+        },
         _ => "-".to_owned(),
     };
     let lease = |status: &StatusResponse| match (status.lease_ms, status.role()) {
@@ -253,10 +258,13 @@ pub fn require_free_name(guest: &str) -> anyhow::Result<()> {
 }
 
 /// `hotspare switchover`: asks the primary.
-pub fn switchover(place: &Where, guest: Option<&str>) -> anyhow::Result<u8> {
+pub fn switchover(place: &Where, guest: Option<&str>, to: Option<IpAddr>) -> anyhow::Result<u8> {
     let agent = place.one(guest, Role::Primary)?;
     let outcome = ask(&agent, async |mut client| {
-        let mut words = client.switchover(SwitchoverRequest {}).await?.into_inner();
+        let mut words = client
+            .switchover(SwitchoverRequest { to: to.map(|to| to.to_string()) })
+            .await?
+            .into_inner();
         words.message().await
     })?;
     let why = match outcome {
@@ -411,13 +419,15 @@ mod tests {
         };
         let spare =
             StatusResponse { role: Role::Spare.into(), pid: 31234, ..StatusResponse::default() };
+        let three = StatusResponse { spares: 3, standing_by: 2, ..primary.clone() };
         let paused = StatusResponse { guest: "kv".into(), paused: true, ..primary.clone() };
         let expected = "\
-GUEST  ROLE     PID    TERM  EPOCH  SPARES        LEASE  PAUSE p50/p99
-redis  primary  7      1     1234   1 of 2 ready  0.8 s  812/2000 µs
--      spare    31234  0     0      -             -      -
-kv     primary  7      1     1234   PAUSED        0.8 s  812/2000 µs
+GUEST  ROLE     PID    TERM  EPOCH  SPARES                       LEASE  PAUSE p50/p99
+redis  primary  7      1     1234   1 of 2 ready                 0.8 s  812/2000 µs
+redis  primary  7      1     1234   1 of 3 ready, 2 standing by  0.8 s  812/2000 µs
+-      spare    31234  0     0      -                            -      -
+kv     primary  7      1     1234   PAUSED                       0.8 s  812/2000 µs
 ";
-        assert_eq!(table(&[primary, spare, paused]), expected);
+        assert_eq!(table(&[primary, three, spare, paused]), expected);
     }
 }

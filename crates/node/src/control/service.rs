@@ -89,9 +89,11 @@ impl Control for Service {
 
     type SwitchoverStream = LastWord;
 
-    async fn switchover(&self, _: Request<SwitchoverRequest>) -> Answer<LastWord> {
+    async fn switchover(&self, request: Request<SwitchoverRequest>) -> Answer<LastWord> {
+        let to = request.into_inner().to.map(|to| to.parse()).transpose();
+        let to = to.map_err(|_| Status::invalid_argument("`to` is no address of a host"))?;
         let (asker, asked) = Asker::new();
-        self.agent.owner.send(Message::Switchover(asker));
+        self.agent.owner.send(Message::Switchover(asker, to));
         match asked.outcome.await {
             Ok(Ok(moved)) => {
                 let stall_ms = moved.stall.as_secs_f64() * 1000.0;
