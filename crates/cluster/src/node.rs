@@ -114,7 +114,8 @@ pub struct Status {
 /// whether that has changed. Output waits for the spares of the lowest ranks, as many as the quorum
 /// wants, each until it is gone. A spare of rank *r* waits *r* silences first; one that knows of a
 /// spare more than an epoch ahead, or only stands by, waits [`RANKS_MAX`] more for each. So all
-/// waiting times differ, whatever each believes, and whoever comes first is heard by the others before their time is up.
+/// waiting times differ, whatever each believes, and whoever comes first is heard by the others
+/// before their time is up.
 ///
 /// A primary is deposed by any heartbeat of a newer reign. Reigns are ordered by term, then by
 /// node: with an arbiter no term is given twice, without one (`none`) two cut-off spares can take

@@ -120,8 +120,8 @@ impl Node {
         self.protection_changed(out);
     }
 
-    /// Lets output wait for as many spares as the quorum wants, the first in the queue, and for each
-    /// until that is gone: one that does not know yet that it only stands by might take over.
+    /// Lets output wait for as many spares as the quorum wants, the first in the queue, and for
+    /// each until that is gone: one that does not know yet that it only stands by might take over.
     /// So the one that was never told to is waited for in any case.
     fn pick_spares(&mut self, out: &mut Vec<Action>) {
         let State::Reigning(reign) = &mut self.state else { return };
