@@ -336,6 +336,9 @@ struct RestoreArguments {
     /// Another name for the guest, where one of this name runs on this host.
     #[arg(long, value_name = "NAME")]
     rename: Option<String>,
+    /// Bring all of its memory before it runs, not behind it.
+    #[arg(long)]
+    load_first: bool,
     #[command(flatten)]
     store: StoreArguments,
     /// The store it is in.
@@ -666,7 +669,8 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
         restoring.age.as_secs_f64()
     ));
     let mut spare = Spare::new(agent.clone(), inbox, common.hook());
-    spare.ghost = Some(restoring.build(&agent, common.service_bridge.as_deref())?);
+    spare.ghost =
+        Some(restoring.build(&agent, common.service_bridge.as_deref(), arguments.load_first)?);
     let (age, from) = (restoring.age, arguments.from.to_string());
     spare.stored = Some(Stale { age, from, began });
     control::serve(&agent, control)?;

@@ -15,6 +15,7 @@ use hotspare_net::relay::Whole;
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::ghost::{Ghost, GhostConfig, clock_offsets};
 use hotspare_process::init::{ClockOffsets, InitConfig, WritablePath};
+use hotspare_process::lazy::LoaderProgress;
 use hotspare_process::pages::{Content, PageRun};
 use hotspare_replica::heartbeat::HeartKey;
 use hotspare_replica::message::{Refuse, RefuseCode, SwitchoverOffer};
@@ -325,6 +326,8 @@ pub struct Held {
     pub mounts: Mounts,
     /// A copy of the ghost is made, or runs.
     pub rehearsal: Option<Rehearsal>,
+    /// Memory that comes behind the guest.
+    pub late: Option<Arc<LoaderProgress>>,
 }
 
 impl Spare {
@@ -675,7 +678,8 @@ impl Held {
         let relay = network.as_ref().and_then(ServiceNetwork::relay).transpose()?;
         let relay = relay.map(|relay| Standing(Arc::new(relay)));
         let rehearsal = None;
-        Ok(Self { ghost, offsets, directories, network, relay, settings, mounts, rehearsal })
+        let late = None;
+        Ok(Self { ghost, offsets, directories, network, relay, settings, mounts, rehearsal, late })
     }
 
     fn apply_files(

@@ -103,7 +103,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     let sockets = SocketCapture::open(held.ghost.namespaces().net.as_fd())?;
     let queues = IpcCapture::open(held.ghost.namespaces().ipc.as_fd().try_clone_to_owned()?)?;
     // The guest has the directories mounted by now.
-    let Held { ghost, offsets, directories, network, settings, mounts, .. } = held;
+    let Held { ghost, offsets, directories, network, settings, mounts, late, .. } = held;
     drop(mounts);
     let released = ghost.release(finalised)?;
     let address = began.elapsed() - finalise;
@@ -115,6 +115,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     let root = root.or(released.threads.first()).context("nothing was restored")?.host;
     let mut guest = Guest::adopt(root, &hosts)?;
     guest.adopt_waits(&image)?;
+    late.into_iter().for_each(|progress| guest.is_loading(progress));
     let epoch = image.position.epoch;
     let cause = cause(&spare, decision, epoch.0, settings.guarantee);
     let failover = Failover { detect, apply, finalise, address, epoch: epoch.0, term: term.0 };

@@ -4,6 +4,7 @@
 //! a ghost is built of the checkpoint, and takes over.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -13,6 +14,7 @@ use hotspare_image::objects::Object;
 use hotspare_image::sockets::SocketAddress;
 use hotspare_image::source::{BlockContent, PageSource, Span};
 use hotspare_net::takeover::ServiceAddress;
+use hotspare_process::lazy::{Loader, LoaderProgress, Plan};
 use hotspare_process::pages::{Content, PageRun};
 use hotspare_replica::HostFacts;
 use hotspare_store::{Catalogue, Loaded, Name, Store};
@@ -20,6 +22,7 @@ use hotspare_store::{Catalogue, Loaded, Name, Store};
 use crate::agent::Agent;
 use crate::alike::Comparison;
 use crate::facts;
+use crate::report::size;
 use crate::settings::Settings;
 use crate::spare::Held;
 
@@ -120,7 +123,7 @@ pub fn find(store: &Store, guest: &str, at: At) -> anyhow::Result<Loaded> {
 
 /// A checkpoint on its way into a guest.
 pub struct Restoring {
-    loaded: Loaded,
+    loaded: Arc<Loaded>,
     checkpoint: Checkpoint,
     /// Of the guest that is made of it.
     pub settings: Settings,
@@ -156,7 +159,7 @@ impl Restoring {
             settings.service = Some(new);
         }
         let age = Duration::from_millis(now_ms().saturating_sub(about.time_ms));
-        Ok(Self { loaded, checkpoint, settings, age })
+        Ok(Self { loaded: Arc::new(loaded), checkpoint, settings, age })
     }
 
     /// Which one it is.
@@ -164,8 +167,8 @@ impl Restoring {
         self.loaded.name()
     }
 
-    /// Builds the ghost, with all of its memory.
-    pub fn build(&self, agent: &Agent, bridge: Option<&str>) -> anyhow::Result<Held> {
+    /// Builds the ghost. Its memory comes behind it, unless it is to come `first`.
+    pub fn build(&self, agent: &Agent, bridge: Option<&str>, first: bool) -> anyhow::Result<Held> {
         for rule in self.settings.files.iter().filter(|rule| rule.replicated) {
             let is_empty = std::fs::read_dir(&rule.path).is_ok_and(|mut all| all.next().is_none());
             if std::path::Path::new(&rule.path).exists() && !is_empty {
@@ -181,6 +184,45 @@ impl Restoring {
         let mut changes = std::io::BufReader::new(self.loaded.changes());
         held.take_files(&mut changes, self.loaded.changes_bytes(), progress)
             .context("bring back the replicated directories")?;
+        if first {
+            self.fill(agent, &mut held)?;
+        } else {
+            let plan = Plan::default();
+            let loader = held.ghost.apply_late(self.checkpoint.clone(), &*self.loaded, &plan)?;
+            held.late = Some(self.load(agent, loader)?);
+        }
+        Ok(held)
+    }
+
+    /// Brings the rest of the memory in on a thread of its own, from now on.
+    fn load(&self, agent: &Agent, loader: Loader) -> anyhow::Result<Arc<LoaderProgress>> {
+        let (progress, source) = (loader.progress(), self.loaded.clone());
+        let (reporter, guest) = (agent.reporter.clone(), self.settings.guest.clone());
+        let run = move || match loader.run(&*source) {
+            Ok(loaded) => {
+                let waits = loaded.missed.len() as u64 + loaded.late;
+                reporter.note(&format!(
+                    "guest {guest} has all its memory: {} came behind it in {:.1} s; it waited \
+                     {waits} times",
+                    size(loaded.bytes),
+                    loaded.took.as_secs_f64()
+                ));
+            }
+            Err(failure) => {
+                reporter.alarm(&format!("GUEST {guest} IS LOST: {failure}"));
+                // Until this program ends with it, nobody may find what was waited for.
+                loop {
+                    std::thread::park();
+                    std::hint::black_box(&failure);
+                }
+            }
+        };
+        std::thread::Builder::new().name("loader".into()).spawn(run)?;
+        Ok(progress)
+    }
+
+    fn fill(&self, agent: &Agent, held: &mut Held) -> anyhow::Result<()> {
+        let progress = &agent.meters.progress;
         held.ghost.begin_full(&self.checkpoint)?;
         let mut failed = None;
         let mut runs = Runs { loaded: &self.loaded, wanted: self.wanted(), ready: Vec::new() };
@@ -195,8 +237,7 @@ impl Restoring {
             }
         });
         held.ghost.apply(self.checkpoint.clone(), &mut next)?;
-        failed.map_or(Ok(()), |error| Err(error).context("read the checkpoint's pages"))?;
-        Ok(held)
+        failed.map_or(Ok(()), |error| Err(error).context("read the checkpoint's pages"))
     }
 
     /// Bytes of its memory.

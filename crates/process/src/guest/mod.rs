@@ -117,10 +117,10 @@ impl Guest {
 
     pub(crate) fn must_be_loaded(&mut self) -> ObjectResult<()> {
         self.loading.take_if(|loading| loading.is_done());
-        let Some(loading) = &self.loading else { return Ok(()) };
-        let left = loading.bytes_left() >> 20;
-        let what = format!("still being loaded, {left} MiB are to come");
-        Err(ObjectError::transient("the guest's memory", what))
+        match self.loading {
+            None => Ok(()),
+            Some(_) => Err(ObjectError::transient("the guest's memory", "is still being loaded")),
+        }
     }
 
     /// Whether any process is left.
