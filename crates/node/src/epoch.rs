@@ -27,6 +27,7 @@ use crate::beside::{Beside, GateCut, Taking};
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY, Outgoing, PIECE_BYTES, Piece};
 use crate::settings::Settings;
 use crate::stored::Sink;
+use crate::touches::Tracking;
 
 /// Pages that may be left for the pause.
 const REST_PAGES: u64 = 512;
@@ -88,6 +89,8 @@ pub struct EpochMaker {
     pages: u64,
     /// Stores checkpoints, beside the spares.
     pub store: Option<Sink>,
+    /// Sees what the guest touches, for the store.
+    pub tracking: Option<Tracking>,
     /// To the store the checkpoint under way must describe everything.
     store_incomplete: bool,
     /// The next checkpoint is the last one.
@@ -180,6 +183,7 @@ impl EpochMaker {
             tries: 0,
             pages: u64::MAX,
             store: None,
+            tracking: None,
             store_incomplete: false,
             hold: false,
             holds_output: settings.guarantee.is_exact(),
@@ -509,6 +513,7 @@ impl EpochMaker {
 
     /// Stops the guest and takes the rest; false if it was too much.
     fn stop_and_take(&mut self) -> ObjectResult<bool> {
+        self.tracking.iter_mut().for_each(|tracking| tracking.before(&mut self.guest));
         let (captured, changes, inputs) = self.take();
         if let Some(open) = &mut self.open {
             // What was cut is gone from the directories: it goes with this epoch, whatever
@@ -527,6 +532,7 @@ impl EpochMaker {
             }
             return Ok(false);
         };
+        self.tracking.iter_mut().for_each(|tracking| tracking.after(&mut self.guest));
         let Some(open) = &mut self.open else { return Ok(false) };
         let checkpoint = &mut captured.checkpoint;
         self.guest.refresh_flags(checkpoint);

@@ -39,6 +39,7 @@ mod spare;
 mod stored;
 mod switchover;
 mod takeover;
+mod touches;
 mod trial;
 
 use std::process::ExitCode;

@@ -27,6 +27,7 @@ use crate::report::{End, EpochLine};
 use crate::rhythm::Rhythm;
 use crate::settings::Settings;
 use crate::switchover::Switchover;
+use crate::touches::Tracking;
 
 /// How soon an attempt that met a passing obstacle is repeated.
 const AGAIN: Duration = Duration::from_millis(2);
@@ -132,6 +133,13 @@ impl Primary {
         }
     }
 
+    /// Tracks what the guest touches, if somebody keeps it.
+    fn track(&self) -> Option<Tracking> {
+        let every = self.settings.store.as_ref()?.track;
+        let sink = self.maker.store.as_ref()?.touches();
+        (!every.is_zero()).then(|| Tracking::start(every, sink, &self.agent.reporter)).flatten()
+    }
+
     /// Runs until the guest has ended or this host must not run it any more. Returns the exit
     /// status.
     pub fn run(mut self) -> anyhow::Result<u8> {
@@ -140,6 +148,7 @@ impl Primary {
             self.door = Door::watch(&self.init).context("watch the guest's connections begin")?;
         }
         self.maker.store = crate::stored::start(&self.agent, &self.settings);
+        self.maker.tracking = self.track();
         let mut next = Instant::now() + self.settings.epoch();
         loop {
             self.open_gate_if_alone();

@@ -21,7 +21,7 @@ use crate::agent::Agent;
 use crate::cli::{duration, long_duration};
 use crate::settings::Settings;
 
-pub use sink::Sink;
+pub use sink::{Sink, TouchSink};
 
 /// `--store` and what belongs to it.
 #[derive(Debug, Args)]
@@ -41,6 +41,10 @@ pub struct StoreArguments {
     /// … and this many of the last ones in any case.
     #[arg(long, value_name = "N", default_value_t = 10)]
     keep_last: usize,
+    /// How often to track what the guest touches after a checkpoint: `restore` brings that first.
+    /// 0s never does.
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = long_duration)]
+    track: Duration,
     /// File with the key that encrypts what is stored: 64 hexadecimal digits, as from
     /// `openssl rand -hex 32`. The same path on all hosts.
     #[arg(long, value_name = "FILE", env = "HOTSPARE_STORE_KEY")]
@@ -63,6 +67,7 @@ impl StoreArguments {
             every: self.store_every,
             keep: Keep { younger: self.keep, last: self.keep_last.max(1) },
             key: self.store_key.clone(),
+            track: self.track,
             lineage: random[..8].iter().map(|byte| format!("{byte:02x}")).collect(),
         };
         settings.key()?;
@@ -81,6 +86,8 @@ pub struct StoreSettings {
     pub keep: Keep,
     /// File of the key.
     pub key: Option<PathBuf>,
+    /// How often what the guest touches is tracked; zero is never.
+    pub track: Duration,
     /// Name of this run of the guest, on whichever hosts.
     pub lineage: String,
 }
@@ -102,12 +109,15 @@ impl StoreSettings {
         let Keep { younger, last } = self.keep;
         let (every, younger) = (self.every.as_millis(), younger.as_millis());
         let Self { address, lineage, .. } = self;
-        (NAME.to_owned(), format!("{every} {younger} {last} {lineage} {address}\n{key}"))
+        let track = self.track.as_millis();
+        let words = format!("{every} {younger} {last} {lineage} {address}");
+        (NAME.to_owned(), format!("{words}\n{key}\n{track}"))
     }
 
     /// Reads what [`StoreSettings::to_pair`] wrote.
     pub fn from_value(value: &str) -> anyhow::Result<Self> {
-        let (words, key) = value.split_once('\n').context("a store without a key's place")?;
+        let (words, rest) = value.split_once('\n').context("a store without a key's place")?;
+        let (key, track) = rest.rsplit_once('\n').context("a store without tracking")?;
         let parts: Vec<&str> = words.splitn(5, ' ').collect();
         let [every, younger, last, lineage, address] = parts[..] else {
             bail!("{words:?} describes no store");
@@ -117,6 +127,7 @@ impl StoreSettings {
             every: Duration::from_millis(every.parse()?),
             keep: Keep { younger: Duration::from_millis(younger.parse()?), last: last.parse()? },
             key: (!key.is_empty()).then(|| key.into()),
+            track: Duration::from_millis(track.parse()?),
             lineage: lineage.to_owned(),
         })
     }
@@ -153,6 +164,7 @@ mod tests {
             every: Duration::from_millis(1500),
             keep: Keep { younger: Duration::from_secs(3600), last: 7 },
             key: Some("/etc/a key".into()),
+            track: Duration::from_secs(60),
             lineage: "0123".into(),
         };
         let read = |settings: &StoreSettings| StoreSettings::from_value(&settings.to_pair().1);

@@ -15,6 +15,7 @@ pub mod pages;
 mod reader;
 mod retention;
 mod seal;
+mod touch;
 mod writer;
 
 pub use bucket::{Address, Bucket, Listed, Requests};

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use hotspare_image::memory::PAGE_BYTES;
 use hotspare_image::source::{self, BlockContent, PageSource, SourceError, Span};
+use hotspare_image::touch::TouchSet;
 use hotspare_image::{Checkpoint, SharedBytes};
 
 use crate::bucket::{Address, Bucket};
@@ -107,6 +108,10 @@ impl Store {
     /// Does not connect yet.
     pub fn open(address: &Address, key: Option<Key>) -> StoreResult<Self> {
         Ok(Self { bucket: Arc::new(Bucket::open(address)?), key })
+    }
+
+    pub(crate) fn key(&self) -> Option<&Key> {
+        self.key.as_ref()
     }
 
     /// Where the objects are.
@@ -212,6 +217,16 @@ impl Loaded {
     #[must_use]
     pub fn name(&self) -> Name {
         self.end().name
+    }
+
+    /// What its program touched, as far as that is known.
+    pub fn touches(&self) -> StoreResult<TouchSet> {
+        self.store.touches(&self.about().guest, self.name().reign)
+    }
+
+    /// A restart has learned more.
+    pub fn put_touches(&self, touched: &TouchSet) -> StoreResult<()> {
+        self.store.put_touches(&self.about().guest, self.name().reign, touched)
     }
 
     /// Names of all that it needs.

@@ -13,6 +13,7 @@ use hotspare_image::memory::PAGE_BYTES;
 use hotspare_image::objects::Object;
 use hotspare_image::sockets::SocketAddress;
 use hotspare_image::source::{BlockContent, PageSource, Span};
+use hotspare_image::touch::TouchSet;
 use hotspare_net::takeover::ServiceAddress;
 use hotspare_process::lazy::{Loader, LoaderProgress, Plan};
 use hotspare_process::pages::{Content, PageRun};
@@ -187,15 +188,22 @@ impl Restoring {
         if first {
             self.fill(agent, &mut held)?;
         } else {
-            let plan = Plan::default();
+            // Without it pages come as they are asked for.
+            let touched = self.loaded.touches().unwrap_or_default();
+            let plan = Plan::new(&touched, None);
             let loader = held.ghost.apply_late(self.checkpoint.clone(), &*self.loaded, &plan)?;
-            held.late = Some(self.load(agent, loader)?);
+            held.late = Some(self.load(agent, loader, touched)?);
         }
         Ok(held)
     }
 
     /// Brings the rest of the memory in on a thread of its own, from now on.
-    fn load(&self, agent: &Agent, loader: Loader) -> anyhow::Result<Arc<LoaderProgress>> {
+    fn load(
+        &self,
+        agent: &Agent,
+        loader: Loader,
+        mut touched: TouchSet,
+    ) -> anyhow::Result<Arc<LoaderProgress>> {
         let (progress, source) = (loader.progress(), self.loaded.clone());
         let (reporter, guest) = (agent.reporter.clone(), self.settings.guest.clone());
         let run = move || match loader.run(&*source) {
@@ -207,6 +215,12 @@ impl Restoring {
                     size(loaded.bytes),
                     loaded.took.as_secs_f64()
                 ));
+                touched.learn(&loaded.missed);
+                if !loaded.missed.is_empty()
+                    && let Err(error) = source.put_touches(&touched)
+                {
+                    tracing::debug!(%error, "what this restore has learned is not kept");
+                }
             }
             Err(failure) => {
                 reporter.alarm(&format!("GUEST {guest} IS LOST: {failure}"));

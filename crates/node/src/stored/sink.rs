@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use hotspare_image::files::FileIdentity;
 use hotspare_image::memory::PAGE_BYTES;
+use hotspare_image::touch::TouchSet;
 use hotspare_image::{Position, Term};
 use hotspare_store::{About, Batch, Gatherer, Host, StoreError, StoreResult};
 
@@ -67,6 +68,8 @@ pub struct Shared {
     wanted: Mutex<Option<Instant>>,
     /// What has been gathered has nothing to stand on.
     reset: AtomicBool,
+    /// What the guest was last seen to touch, until it is written.
+    pub touched: Mutex<Option<TouchSet>>,
     /// Nothing is stored any more.
     pub over: AtomicBool,
 }
@@ -106,6 +109,16 @@ impl Shared {
     /// What was given to the writer is lost: everything anew.
     pub fn begin_anew(&self) {
         self.reset.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Takes touch sets.
+pub struct TouchSink(Arc<Shared>);
+
+impl TouchSink {
+    /// Goes along with the next checkpoint.
+    pub fn put(&self, touched: TouchSet) {
+        *self.0.touched.lock().unwrap_or_else(PoisonError::into_inner) = Some(touched);
     }
 }
 
@@ -156,6 +169,11 @@ impl Sink {
         drop(queue);
         self.shared.changed.notify_all();
         true
+    }
+
+    /// For what the guest touches.
+    pub fn touches(&self) -> TouchSink {
+        TouchSink(Arc::clone(&self.shared))
     }
 
     /// A checkpoint begins.

@@ -1,8 +1,8 @@
 //! The thread `store-writer`: into the store, however long that takes.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Receiver;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotspare_store::{About, Batch, Catalogue, Store, StoreError, StoreResult, Stored, Writer};
@@ -168,7 +168,18 @@ impl Upload {
         }
         let stored = writer.store_batch(batch, about.clone())?;
         self.catalogue.add(stored.name);
+        self.put_touched();
         Ok(Some(stored))
+    }
+
+    /// Beside the checkpoint, what the guest was seen to touch. Nothing depends on it.
+    fn put_touched(&self) {
+        let touched = self.shared.touched.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let (Some(touched), Some(writer)) = (touched, &self.writer) else { return };
+        let put = writer.store().put_touches(&self.guest, writer.reign(), &touched);
+        if let Err(error) = put {
+            tracing::debug!(%error, "what the guest touches is not stored this time");
+        }
     }
 
     /// Folds long chains and deletes what nobody keeps.

@@ -1,0 +1,109 @@
+//! Tracks what the guest touches after a checkpoint, every now and then, for the next restore.
+//!
+//! The main thread clears the notes before a checkpoint and hands the window over; the thread
+//! `touches` looks at page tables until it is over, and gives the outcome to the store.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use hotspare_kernel::accessed::PageTables;
+use hotspare_process::capture::touch::Touches;
+use hotspare_process::guest::Guest;
+use hotspare_process::lazy::Window;
+
+use crate::report::Reporter;
+use crate::stored::TouchSink;
+
+/// How windows follow each other.
+pub struct Tracking {
+    every: Duration,
+    next: Instant,
+    /// For the next window; away while one is open.
+    tables: Option<PageTables>,
+    windows: Sender<Touches>,
+    back: Receiver<PageTables>,
+    reporter: Reporter,
+    /// The notes were cleared for the checkpoint under way.
+    begun: bool,
+}
+
+impl Tracking {
+    /// Starts the thread; none where the kernel does not let page tables be read, which is told.
+    pub fn start(every: Duration, sink: TouchSink, reporter: &Reporter) -> Option<Self> {
+        let tables = PageTables::open();
+        let tables = tables.inspect_err(|error| {
+            reporter.warn(&format!(
+                "what the guest touches cannot be tracked on this kernel, so a restore fetches \
+                 memory as it is asked for: {error}"
+            ));
+        });
+        let (windows, open) = channel();
+        let (give_back, back) = channel();
+        let watch = move || watch(&open, &give_back, &sink);
+        std::thread::Builder::new().name("touches".into()).spawn(watch).ok()?;
+        Some(Self {
+            every,
+            next: Instant::now(),
+            tables: Some(tables.ok()?),
+            windows,
+            back,
+            reporter: reporter.clone(),
+            begun: false,
+        })
+    }
+
+    /// The guest is about to be stopped for a checkpoint.
+    pub fn before(&mut self, guest: &mut Guest) {
+        if let Ok(tables) = self.back.try_recv() {
+            self.tables = Some(tables);
+        }
+        if self.tables.is_none() || self.begun || self.next > Instant::now() {
+            return;
+        }
+        match guest.forget_touches() {
+            Ok(()) => self.begun = true,
+            Err(error) => self.give_up(&error.to_string()),
+        }
+    }
+
+    /// The checkpoint has been taken.
+    pub fn after(&mut self, guest: &mut Guest) {
+        if !std::mem::take(&mut self.begun) {
+            return;
+        }
+        self.next = Instant::now() + self.every;
+        let Some(tables) = self.tables.take() else { return };
+        match guest.begin_touches(tables) {
+            Ok(window) => drop(self.windows.send(window)),
+            Err(error) => self.give_up(&error.to_string()),
+        }
+    }
+
+    fn give_up(&mut self, why: &str) {
+        self.tables = None;
+        self.reporter.warn(&format!("what the guest touches is not tracked any more: {why}"));
+    }
+}
+
+fn watch(open: &Receiver<Touches>, give_back: &Sender<PageTables>, sink: &TouchSink) {
+    let window = Window::default();
+    while let Ok(mut touches) = open.recv() {
+        let mut looked = Ok(Duration::ZERO);
+        while looked.is_ok() && !touches.is_over(&window) {
+            let due = touches.next_look().saturating_duration_since(Instant::now());
+            std::thread::sleep(due.min(Duration::from_millis(100)));
+            if touches.next_look() <= Instant::now() {
+                looked = touches.look();
+            }
+        }
+        match looked.and_then(|_| touches.look()) {
+            Ok(took) => {
+                let (touched, tables) = touches.end();
+                tracing::debug!(pages = touched.pages(), ?took, "touched");
+                sink.put(touched);
+                let _ = give_back.send(tables);
+            }
+            Err(error) => tracing::warn!(%error, "what the guest touches cannot be seen"),
+        }
+    }
+}
