@@ -42,13 +42,18 @@ pub struct StoreArguments {
     #[arg(long, value_name = "N", default_value_t = 10)]
     keep_last: usize,
     /// How often to track what the guest touches after a checkpoint: `restore` brings that first.
-    /// 0s never does.
-    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = long_duration)]
+    /// 0 never does.
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = seldom)]
     track: Duration,
     /// File with the key that encrypts what is stored: 64 hexadecimal digits, as from
     /// `openssl rand -hex 32`. The same path on all hosts.
     #[arg(long, value_name = "FILE", env = "HOTSPARE_STORE_KEY")]
     store_key: Option<PathBuf>,
+}
+
+/// A time, or never.
+fn seldom(text: &str) -> Result<Duration, String> {
+    if text == "0" { Ok(Duration::ZERO) } else { long_duration(text) }
 }
 
 impl StoreArguments {

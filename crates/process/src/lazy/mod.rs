@@ -15,9 +15,11 @@
 mod loader;
 mod pending;
 mod plan;
+mod sources;
 mod space;
 
 pub use loader::{LoadFailure, Loaded, Loader, LoaderProgress};
 pub(crate) use space::LazySpace;
 
 pub use plan::{Plan, Window};
+pub use sources::Sources;

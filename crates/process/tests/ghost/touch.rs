@@ -19,6 +19,7 @@ use super::world::{Primary, Spare};
 #[derive(Debug, Default)]
 pub struct Cost {
     pub clear: Duration,
+    pub pause: Duration,
     pub looks: Vec<Duration>,
     pub window: Duration,
 }
@@ -29,15 +30,24 @@ pub fn tracked(
     window: &Window,
 ) -> ((Checkpoint, Vec<PageRun>), TouchSet, Cost) {
     let mut cost = Cost::default();
+    let tables = PageTables::open().expect("opens page tables");
     let mut early = primary.checkpoint().1;
+    early.extend(primary.checkpoint().1);
     let began = Instant::now();
     primary.guest.forget_touches().expect("clears");
     cost.clear = began.elapsed();
-    let (mut checkpoint, runs) = primary.checkpoint();
-    early.extend(runs);
+    let captured = loop {
+        // With nothing in between that the guest could run for.
+        match primary.try_checkpoint() {
+            Ok(Some(captured)) => break captured,
+            Ok(None) | Err(_) => primary.run_for(Duration::from_millis(1)),
+        }
+    };
+    let mut checkpoint = captured.checkpoint;
+    early.extend(captured.runs);
+    cost.pause = captured.parts.total;
     // As one full checkpoint.
     checkpoint.spaces.iter_mut().for_each(|space| space.reset = true);
-    let tables = PageTables::open().expect("opens page tables");
     let mut touches: Touches = primary.guest.begin_touches(tables).expect("begins");
     let began = Instant::now();
     while !touches.is_over(window) {

@@ -117,7 +117,7 @@ impl Primary {
         }
     }
 
-    fn try_checkpoint(&mut self) -> Result<Option<Captured>, ObjectError> {
+    pub fn try_checkpoint(&mut self) -> Result<Option<Captured>, ObjectError> {
         if self.guest.needs_preparation() {
             self.guest.prepare()?;
         }
