@@ -8,7 +8,7 @@ const PAGE: &str = include_str!("../../../docs/formats/store.md");
 
 /// BLAKE3 of the page's tables, its first 8 bytes. When this changes, either the format did (then
 /// the version must), or only the words: read the tables again with the code beside them.
-const TABLES_HASH: &str = "c3e677aacfa418bd";
+const TABLES_HASH: &str = "b7c90f988cd6bac3";
 /// The same of a manifest that has everything.
 const MANIFEST_HASH: &str = "396a127cf1684dff";
 
