@@ -169,6 +169,10 @@ impl Gatherer {
     /// A checkpoint begins; a full one needs nothing before it.
     pub fn begin(&mut self, position: Position, term: Term, full: bool) {
         self.abort();
+        if !full && self.last.is_none() {
+            // It would stand on nothing.
+            return;
+        }
         self.open = Some(Open {
             position,
             term,
@@ -264,8 +268,6 @@ impl Gatherer {
             (self.whole, self.epochs) = (true, 0);
             self.drop_changes(open.changes_from)?;
             self.copied = open.copied;
-        } else if !self.whole && self.last.is_none() {
-            return Ok(false);
         }
         let Some(lost) = self.layouts.step(&checkpoint) else { return Ok(false) };
         lost.into_iter().for_each(|part| self.pages.clear(part, free));

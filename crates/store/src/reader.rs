@@ -146,8 +146,12 @@ impl Store {
     /// The manifest of a checkpoint.
     pub fn manifest(&self, guest: &str, name: Name) -> StoreResult<Manifest> {
         let object = format!("{}/checkpoints/{}", folder(guest), name.manifest());
-        let bytes = self.bucket.get(&object)?;
-        let manifest = Manifest::open(&bytes, &object, self.key.as_ref())?;
+        self.open_manifest(guest, name, &self.bucket.get(&object)?)
+    }
+
+    fn open_manifest(&self, guest: &str, name: Name, bytes: &[u8]) -> StoreResult<Manifest> {
+        let object = format!("{}/checkpoints/{}", folder(guest), name.manifest());
+        let manifest = Manifest::open(bytes, &object, self.key.as_ref())?;
         let base = match name.base {
             Base::Whole => None,
             Base::Epoch(epoch) => Some(epoch),
@@ -158,7 +162,7 @@ impl Store {
         {
             return Err(StoreError::damaged(&object, 0, "it is another checkpoint's"));
         }
-        if is_encrypted(&bytes) != self.key.is_some() {
+        if is_encrypted(bytes) != self.key.is_some() {
             // Without a key it could not have been opened.
             return Err(StoreError::Key(format!(
                 "{object} is not encrypted, though a key is given: who has put it there?"
@@ -172,15 +176,18 @@ impl Store {
         let chain = catalogue.chain(name.reign, name.epoch).ok_or_else(|| {
             StoreError::Missing(format!("a checkpoint that epoch {} stands on", name.epoch))
         })?;
+        let folder = folder(guest);
+        let objects = chain.iter().map(|name| format!("{folder}/checkpoints/{}", name.manifest()));
+        let read = self.bucket.get_all(&objects.collect::<Vec<_>>())?;
         let mut links = Vec::new();
-        for name in chain {
-            links.push(Link { name, manifest: self.manifest(guest, name)? });
+        for (name, bytes) in chain.into_iter().zip(read) {
+            links.push(Link { name, manifest: self.open_manifest(guest, name, &bytes)? });
         }
         let mut pages = Pages::default();
         for (at, link) in links.iter().enumerate() {
             pages.follow(&link.manifest.pages(at as u32), |place| place);
         }
-        let mut loaded = Loaded { store: self.clone(), folder: folder(guest), links, pages };
+        let mut loaded = Loaded { store: self.clone(), folder, links, pages };
         let checkpoint = loaded.checkpoint()?;
         loaded.pages.retain(&owners(&checkpoint), &mut |_, _| {});
         Ok(loaded)

@@ -6,10 +6,12 @@ use std::time::Duration;
 use crate::names::{Base, Name};
 use crate::reader::Catalogue;
 
-/// Checkpoints that a chain may have, the whole one apart.
-const CHAIN_MAX: usize = 120;
+/// Checkpoints that a chain may have, the whole one apart, without a second thought …
+const CHAIN_LONG: usize = 120;
+/// … and at most. Folding reads and writes all of the guest's memory: not for little.
+const CHAIN_MAX: usize = 720;
 /// A chain that is so long is ended by whoever can.
-const CHAIN_END: usize = 3 * CHAIN_MAX;
+const CHAIN_END: usize = 2 * CHAIN_MAX;
 
 /// What is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +70,9 @@ impl Keep {
 pub(crate) fn is_long(chain: &[Name]) -> bool {
     let Some((whole, rest)) = chain.split_first() else { return false };
     let bytes: u64 = rest.iter().map(|name| name.bytes).sum();
-    rest.len() > CHAIN_MAX || (rest.len() > 8 && bytes > whole.bytes.saturating_mul(2))
+    rest.len() > CHAIN_MAX
+        || (rest.len() > CHAIN_LONG && bytes > whole.bytes / 8)
+        || (rest.len() > 8 && bytes > whole.bytes.saturating_mul(2))
 }
 
 /// Whether it should have been folded long ago.

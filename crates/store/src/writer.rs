@@ -408,8 +408,11 @@ impl Writer {
     }
 
     /// Whether what the next checkpoint would stand on is there.
-    pub fn can_go_on(&self, catalogue: &Catalogue) -> bool {
-        self.last.is_some_and(|last| catalogue.chain(self.reign, last).is_some())
+    pub fn can_go_on(&self, catalogue: &Catalogue) -> StoreResult<bool> {
+        let chain = self.last.and_then(|last| catalogue.chain(self.reign, last));
+        let Some(last) = chain.and_then(|chain| chain.last().copied()) else { return Ok(false) };
+        let object = format!("{}/checkpoints/{}", folder(&self.guest), last.manifest());
+        self.store.bucket.is_there(&object)
     }
 
     /// Whether the file changes of the last chain have outgrown what they began with, so that a

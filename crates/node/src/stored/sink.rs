@@ -101,9 +101,10 @@ impl Shared {
         }
     }
 
+    /// Unless one is wanted already.
     fn want_full(&self, after: Duration) {
         let mut wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
-        *wanted = Some(Instant::now() + after);
+        wanted.get_or_insert_with(|| Instant::now() + after);
     }
 
     /// What was given to the writer is lost: everything anew.

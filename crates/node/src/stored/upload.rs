@@ -152,14 +152,19 @@ impl Upload {
             let lineage = self.settings.lineage.clone();
             let at_point = Box::new(|_| Ok(()));
             let run = (lineage.as_str(), term);
-            self.writer = Some(Writer::claim(store, &self.guest, run, &host, at_point)?);
+            let mut writer = Writer::claim(store, &self.guest, run, &host, at_point)?;
+            match writer.sweep() {
+                Ok(swept) => tracing::debug!(swept, "packs of writers that died are gone"),
+                Err(error) => tracing::debug!(%error, "the store was not swept"),
+            }
+            self.writer = Some(writer);
         }
         let Some(writer) = &mut self.writer else { return Ok(None) };
         if self.looked.is_none_or(|looked| looked.elapsed() > TIDY) {
             self.catalogue = writer.store().catalogue(&self.guest)?;
             self.looked = Some(Instant::now());
         }
-        if !batch.whole && !writer.can_go_on(&self.catalogue) {
+        if !batch.whole && !writer.can_go_on(&self.catalogue)? {
             self.agent.reporter.warn(
                 "the store has lost what its checkpoints of this guest stand on: a full one is \
                  stored",
