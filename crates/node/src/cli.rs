@@ -648,7 +648,9 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     }
     let settings = restoring.settings.clone();
     control::require_free_name(&settings.guest)?;
-    require_free_address(&settings, &reporter)?;
+    if let Some(warning) = settings.service.and_then(answers_already) {
+        reporter.note(&warning);
+    }
     let (owner, inbox) = mailbox()?;
     let (brain, events) = Brain::new();
     let (role, state) = (HostRole::Primary, &common.state_dir);
@@ -686,24 +688,6 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     let ended = primary.run();
     history.flush();
     ended
-}
-
-/// Fails if somebody has the service address. One who had it a moment ago is still in the kernel's
-/// table, which asks before it forgets.
-fn require_free_address(settings: &Settings, reporter: &Reporter) -> anyhow::Result<()> {
-    const FORGETS: Duration = Duration::from_secs(12);
-    let began = Instant::now();
-    let mut told = false;
-    while let Some(why) = settings.service.and_then(answers_already) {
-        if began.elapsed() > FORGETS {
-            anyhow::bail!("{why}; or give this one another with --service-address");
-        }
-        if !std::mem::replace(&mut told, true) {
-            reporter.note(&format!("{why}. Waiting for up to {} s", FORGETS.as_secs()));
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    Ok(())
 }
 
 /// Starts the brain of a host that runs a guest.
