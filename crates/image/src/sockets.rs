@@ -284,7 +284,12 @@ impl TcpConnection {
     /// TCP ignores an acknowledgement of what it has not sent.
     pub fn resends_at_once(&self, first_flight: u32) -> bool {
         let flight = first_flight as usize * self.mss_clamp.clamp(88, 1400) as usize;
-        self.sent.len() <= flight.min(self.window[1] as usize)
+        self.sent.len() <= flight
+    }
+
+    /// How much the peer takes. What was sent it had room for then, however little it offers now.
+    pub fn send_window(&self) -> u32 {
+        self.window[1].max(self.sent.len() as u32)
     }
 }
 

@@ -35,6 +35,12 @@ pub struct TcpInfo {
     pub congestion_window: u32,
     /// Backlog, for a listener.
     pub backlog: u32,
+    /// How often the oldest of them was sent again, in vain so far.
+    pub retransmits: u8,
+    /// After how long what is not acknowledged is sent again, microseconds.
+    pub retransmit_after_us: u32,
+    /// Segments that were ever sent again.
+    pub sent_again: u32,
 }
 
 /// Bit of [`TcpInfo::options`]: timestamps were negotiated.
@@ -72,6 +78,9 @@ pub fn info(fd: BorrowedFd<'_>) -> Result<TcpInfo> {
         receive_window: word(bytes, offset_of!(tcp_info, tcpi_rcv_wnd)),
         congestion_window: word(bytes, offset_of!(tcp_info, tcpi_snd_cwnd)),
         backlog: word(bytes, offset_of!(tcp_info, tcpi_sacked)),
+        retransmits: bytes[offset_of!(tcp_info, tcpi_retransmits)],
+        retransmit_after_us: word(bytes, offset_of!(tcp_info, tcpi_rto)),
+        sent_again: word(bytes, offset_of!(tcp_info, tcpi_total_retrans)),
     })
 }
 

@@ -139,6 +139,9 @@ impl std::fmt::Display for Round {
         if self.takeovers != u64::from(self.kind == Kind::Kill) {
             write!(f, ", {} takeovers", self.takeovers)?;
         }
+        for slow in &seen.slow {
+            write!(f, "\n    slow: {slow}")?;
+        }
         for wrong in seen.words.iter().chain(&self.wrongs) {
             write!(f, "\n    wrong: {wrong}")?;
         }

@@ -91,6 +91,8 @@ pub struct Seen {
     pub duplicates: u64,
     /// The first of these in words.
     pub words: Vec<String>,
+    /// The first of those who waited for long, in words.
+    pub slow: Vec<String>,
     /// The longest time in which somebody waited and nobody had a reply.
     pub silence: Duration,
     /// The longest time from a request to its reply.
@@ -334,6 +336,8 @@ impl Sea {
         }
         seen.replies += news.replies.len() as u64;
         news.wrongs.into_iter().for_each(|wrong| seen.count(wrong));
+        let room = WORDS_MAX.saturating_sub(seen.slow.len());
+        seen.slow.extend(news.slow.into_iter().take(room));
         news.resets.into_iter().for_each(|words| seen.reset(words));
         shared.1 = Roll { of: roll, behind };
     }

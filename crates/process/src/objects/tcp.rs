@@ -452,7 +452,9 @@ fn connected(image: &TcpSocket, connection: &TcpConnection, age_ms: u32) -> Obje
         repair.set_timestamp(later(timestamp, age_ms))?;
     }
     fill_unread(&repair, borrowed, &connection.unread)?;
-    let [_, send, send_max, receive, _] = connection.window;
+    let [_, _, send_max, receive, _] = connection.window;
+    let send = connection.send_window();
+    let send_max = send_max.max(send);
     let (changed_at, told_at) = (numbers.receive, numbers.receive);
     let window = RepairWindow { changed_at, send, send_max, receive, told_at };
     repair.set_window(window).map_err(ObjectError::kernel(what()))?;

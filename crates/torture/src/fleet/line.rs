@@ -21,6 +21,8 @@ const CALL_EVERY: Duration = Duration::from_millis(50);
 /// Between two attempts to connect.
 const RETRY: Duration = Duration::from_millis(10);
 const READ_BYTES: usize = 64 << 10;
+/// A reply that has not come by then is looked into.
+const SLOW: Duration = Duration::from_millis(1200);
 
 /// A good reply.
 #[derive(Clone, Copy, Debug)]
@@ -35,6 +37,8 @@ pub(super) struct News {
     pub(super) replies: Vec<Answered>,
     pub(super) wrongs: Vec<Wrong>,
     pub(super) resets: Vec<String>,
+    /// Who has waited for long, as its kernel sees it then.
+    pub(super) slow: Vec<String>,
     buffer: Vec<u8>,
 }
 
@@ -59,6 +63,8 @@ pub(super) struct Line {
     heard: Vec<u8>,
     /// When requests were asked that have no reply.
     asked: VecDeque<Instant>,
+    /// It has been told that the oldest of these waits for long.
+    told_slow: bool,
     depth: usize,
     /// When it asks next, at a steady rate.
     pub(super) due: Instant,
@@ -88,6 +94,7 @@ impl Line {
             written: 0,
             heard: Vec::new(),
             asked: VecDeque::new(),
+            told_slow: false,
             depth,
             due: Instant::default(),
             last_asked: Instant::default(),
@@ -157,6 +164,10 @@ impl Line {
         }
         if self.asked.front().is_some_and(|asked| *asked + self.patience < now) {
             return self.late("no reply", now, news);
+        }
+        let slow = self.asked.front().is_some_and(|asked| *asked + SLOW < now);
+        if slow && !std::mem::replace(&mut self.told_slow, true) {
+            news.slow.push(self.slow(now));
         }
         if let Some(left) = self.calls
             && left == 0
@@ -243,6 +254,7 @@ impl Line {
             let Some((length, judged)) = self.talk.hear(&self.heard[taken..]) else { break };
             taken += length;
             self.asked.pop_front();
+            self.told_slow = false;
             self.answered = self.answered.max(sent);
             news.replies.push(Answered { sent, done: now });
             self.calls = self.calls.map(|left| left.saturating_sub(1));
@@ -273,6 +285,28 @@ impl Line {
         let who = self.who(now);
         news.wrongs.push(Wrong::Error(format!("{who} (port {port}): {what} in {patience:?}")));
         self.state = State::Closed(now + RETRY);
+    }
+
+    /// How the connection stands, for somebody who wants to know why it is slow.
+    fn slow(&self, now: Instant) -> String {
+        use hotspare_kernel::tcp::info;
+        use std::os::fd::AsFd;
+        let (who, port) = (self.who(now), self.port());
+        let stands = match self.stream().map(|stream| info(stream.as_fd())) {
+            Some(Ok(info)) => format!(
+                "{} segments unacknowledged, sent again {} times, each after {} ms; {} bytes \
+                 unsent, {} received, a window of {}",
+                info.unacknowledged_segments,
+                info.retransmits,
+                info.retransmit_after_us / 1000,
+                info.unsent_bytes,
+                info.bytes_received,
+                info.send_window
+            ),
+            _ => "its state is not known".to_owned(),
+        };
+        let (asked, heard) = (self.asked.len(), self.heard.len());
+        format!("{who} (port {port}), {asked} requests under way, {heard} bytes heard: {stands}")
     }
 
     fn who(&self, now: Instant) -> String {
