@@ -441,12 +441,7 @@ impl EpochMaker {
                 self.file_bytes += bytes.len() as u64;
             }
             send_to_all(&piece, &self.spares, &self.incomplete);
-            let first_copy = matches!(piece, Piece::Copies(_));
-            if let Some(store) =
-                self.store.as_ref().filter(|_| !first_copy || self.store_incomplete)
-            {
-                store.piece(&piece);
-            }
+            store_piece(&piece, self.store.as_ref(), self.store_incomplete);
             self.guest.pump(&[], Duration::ZERO)?;
             if Instant::now() > until {
                 return Ok(Some(Obstacle::Work));
@@ -603,6 +598,15 @@ fn has_room(spares: &BTreeMap<NodeId, Sender>) -> bool {
         let late = spare.unacknowledged() >= UNACKNOWLEDGED_MAX;
         (!late && spare.room_bytes() >= ROOM_BYTES) || spare.broken().is_some()
     })
+}
+
+/// The store is one more that takes each piece; the first copies of directories only where it has
+/// nothing of them.
+fn store_piece(piece: &Piece, store: Option<&Sink>, incomplete: bool) {
+    let first_copy = matches!(piece, Piece::Copies(_));
+    if let Some(store) = store.filter(|_| !first_copy || incomplete) {
+        store.piece(piece);
+    }
 }
 
 /// Sends a piece to whom it is for. A broken stream is reported by the reader of its answers.

@@ -13,8 +13,11 @@ use hotspare_process::guest::Guest;
 use hotspare_process::objects::error::ObjectResult;
 use hotspare_process::pages::PageRun;
 
-use super::{EpochMaker, Obstacle, Open, PAUSE_PRIORITY, files_failed, has_room, send_to_all};
+use super::{
+    EpochMaker, Obstacle, Open, PAUSE_PRIORITY, files_failed, has_room, send_to_all, store_piece,
+};
 use crate::outgoing::PIECE_BYTES;
+use crate::stored::Sink;
 
 /// Longest time that the guest stands still at once.
 const MOMENT: Duration = Duration::from_millis(15);
@@ -72,16 +75,18 @@ impl HeldBack {
 impl EpochMaker {
     /// Holds the guest still for a moment to copy and send; `None` once nothing is left.
     pub(super) fn hold_back(&mut self) -> ObjectResult<Option<Obstacle>> {
-        let Self { guest, open, spares, incomplete, .. } = self;
+        let Self { guest, open, spares, incomplete, store, store_incomplete, .. } = self;
         let Some(open) = open else { return Ok(None) };
         let began = Instant::now();
         open.held_back.since.get_or_insert(began);
         let send = |open: &mut Open| {
             let mut sent = Sent { something: false, all: false };
-            while has_room(spares) && !sent.all {
+            let room = || has_room(spares) && store.as_ref().is_none_or(Sink::has_room);
+            while room() && !sent.all {
                 match open.outgoing.next().map_err(files_failed)? {
                     Some(piece) => {
                         send_to_all(&piece, spares, incomplete);
+                        store_piece(&piece, store.as_ref(), *store_incomplete);
                         sent.something = true;
                     }
                     None => sent.all = true,
