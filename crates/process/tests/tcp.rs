@@ -140,8 +140,8 @@ fn unacknowledged_bytes_arrive_whether_or_not_the_client_has_them() {
     both_ways(&mut client, &mut server);
 }
 
-/// Its peer took back some of the room it had offered: what was sent is sent again all the same, not
-/// counted as sent until a timeout, and another three times as long.
+/// Its peer took back some of the room it had offered: what was sent is sent again all the same,
+/// not counted as sent until a timeout, and another three times as long.
 #[test]
 fn what_was_sent_beyond_the_window_is_sent_again_at_once() {
     let stage = Stage::new(false);
