@@ -1,8 +1,8 @@
 //! Which pages a process has touched, reads included, from the accessed bits of its page tables.
 //!
 //! The processor sets the bit at the first access after it was cleared (Intel SDM, volume 3,
-//! "Accessed and Dirty Flags"), so finding out costs the process nothing. The kernel clears the bits
-//! for us (`/proc/PID/clear_refs`) and tells only their number; for one page each it has an
+//! "Accessed and Dirty Flags"), so finding out costs the process nothing. The kernel clears the
+//! bits for us (`/proc/PID/clear_refs`) and tells only their number; for one page each it has an
 //! interface that most kernels are built without (`CONFIG_IDLE_PAGE_TRACKING`). So two small BPF
 //! programs read the page tables. They change nothing. What is read may be out of date, even of
 //! another process for a moment: it is good for a guess and no more, and is compared with

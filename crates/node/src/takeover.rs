@@ -11,6 +11,7 @@ use hotspare_kernel::HostPid;
 use hotspare_net::callers::Callers;
 use hotspare_net::go_live::GoLiveWatch;
 use hotspare_net::hook::HookEvent;
+use hotspare_net::relay::Said;
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::ghost::FileWorld;
 use hotspare_process::guest::Guest;
@@ -86,20 +87,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     let (restored, watch) = restore_files(&held, &image, &spare.agent, outage)?;
     let finalised = held.ghost.finalise(&restored.files, &restored.steps)?;
     let finalise = began.elapsed();
-    if let Some(network) = held.network.as_mut() {
-        network.announce().context("announce the service address")?;
-        // Nothing enters before the connections are there.
-        network.gate().iter().for_each(|gate| gate.shut());
-        output::begin(&spare.agent, network)?;
-    }
-    let live = || socket::go_live(&image.files, &restored.files);
-    held.ghost.namespaces().run(live).context("enter the ghost")??;
-    drop(restored.files);
-    if let Some(gate) = held.network.as_ref().and_then(ServiceNetwork::gate) {
-        gate.enter_late(said);
-        gate.let_in();
-    }
-    lengthen_flights(&held, false)?;
+    connect(&mut held, restored, &image, said, &spare.agent)?;
     let sockets = SocketCapture::open(held.ghost.namespaces().net.as_fd())?;
     let queues = IpcCapture::open(held.ghost.namespaces().ipc.as_fd().try_clone_to_owned()?)?;
     // The guest has the directories mounted by now.
@@ -144,6 +132,30 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
         Primary::new(spare.agent, spare.inbox, settings, maker, released.init, spare.hook);
     primary.since_takeover = Some(Instant::now());
     Ok(primary)
+}
+
+/// Lets the guest's connections go on at its address, before it runs.
+fn connect(
+    held: &mut Held,
+    restored: Restored,
+    image: &Checkpoint,
+    said: Said,
+    agent: &Agent,
+) -> anyhow::Result<()> {
+    if let Some(network) = held.network.as_mut() {
+        network.announce().context("announce the service address")?;
+        // Nothing enters before the connections are there.
+        network.gate().iter().for_each(|gate| gate.shut());
+        output::begin(agent, network)?;
+    }
+    let live = || socket::go_live(&image.files, &restored.files);
+    held.ghost.namespaces().run(live).context("enter the ghost")??;
+    drop(restored);
+    if let Some(gate) = held.network.as_ref().and_then(ServiceNetwork::gate) {
+        gate.enter_late(said);
+        gate.let_in();
+    }
+    lengthen_flights(held, false)
 }
 
 /// Tells that a stored guest runs again.

@@ -120,7 +120,10 @@ mod tests {
     proptest! {
         #[test]
         fn runs_are_what_single_pages_would_be(
-            steps in prop::collection::vec((0u64..60, 1u64..20, prop::option::of(0u64..1000)), 1..60)
+            steps in prop::collection::vec(
+                (0u64..60, 1u64..20, prop::option::of(0u64..1000)),
+                1..60,
+            )
         ) {
             let mut runs = Extents::default();
             let mut plain = BTreeMap::new();
@@ -139,13 +142,16 @@ mod tests {
                 lost.sort_unstable();
                 gone.sort_unstable();
                 prop_assert_eq!(lost, gone);
-                let each = |(start, length, value)| (0..length).map(move |n| (start + n, value + n));
-                prop_assert_eq!(runs.iter().flat_map(each).collect::<BTreeMap<_, _>>(), plain.clone());
+                let each =
+                    |(start, length, value)| (0..length).map(move |n| (start + n, value + n));
+                let all: BTreeMap<_, _> = runs.iter().flat_map(each).collect();
+                prop_assert_eq!(&all, &plain);
                 let covered = runs.cover(10, 30);
                 prop_assert_eq!(covered.iter().map(|(_, pages, _)| pages).sum::<u64>(), 30);
                 for (start, pages, value) in covered {
                     for page in 0..pages {
-                        prop_assert_eq!(plain.get(&(start + page)).copied(), value.map(|v| v + page));
+                        let there = plain.get(&(start + page)).copied();
+                        prop_assert_eq!(there, value.map(|v| v + page));
                     }
                 }
                 let ends: Vec<_> = runs.iter().collect();

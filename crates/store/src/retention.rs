@@ -142,7 +142,9 @@ mod tests {
                 .iter()
                 .rev()
                 .enumerate()
-                .filter(|(at, (_, e))| *at < last || e * 1000 >= now_ms.saturating_sub(younger * 1000))
+                .filter(|(at, (_, e))| {
+                    *at < last || e * 1000 >= now_ms.saturating_sub(younger * 1000)
+                })
                 .map(|(_, point)| *point)
                 .collect();
             for gone in keep.unwanted(&catalogue, now_ms) {

@@ -97,10 +97,8 @@ impl Guest {
         checkpoint
     }
 
-    /// One epoch, with all that it did.
-    fn run(&mut self, gatherer: &mut Gatherer, full: bool) {
-        self.epoch += 1;
-        gatherer.begin(Position::checkpoint(Epoch(self.epoch)), Term(1), full);
+    /// Maps and unmaps, perhaps; what was mapped anew in its old place.
+    fn remap(&mut self) -> Vec<(u64, u64)> {
         let mut fresh = Vec::new();
         match self.dice.roll(8) {
             0 => {
@@ -119,6 +117,14 @@ impl Guest {
             4 => self.shared = self.shared.map(|(id, _)| (id, 10 + self.dice.roll(80))),
             _ => {}
         }
+        fresh
+    }
+
+    /// One epoch, with all that it did.
+    fn run(&mut self, gatherer: &mut Gatherer, full: bool) {
+        self.epoch += 1;
+        gatherer.begin(Position::checkpoint(Epoch(self.epoch)), Term(1), full);
+        let fresh = self.remap();
         let (mapped, shared) = (self.mapped.clone(), self.shared);
         let is_there = |owner: PageOwner, page: u64| match owner {
             SPACE => mapped.iter().any(|(from, to)| (*from..*to).contains(&page)),

@@ -182,11 +182,13 @@ impl Node {
             }
             _ => false,
         };
-        if let State::Following(f) = &mut self.state {
-            if fit && f.claim.is_none() && term > f.term {
-                f.claim = Some(Claim { term, offered: true });
-                return out.push(Action::RequestTerm { term, by: By::Offer(f.term) });
-            }
+        if let State::Following(f) = &mut self.state
+            && fit
+            && f.claim.is_none()
+            && term > f.term
+        {
+            f.claim = Some(Claim { term, offered: true });
+            return out.push(Action::RequestTerm { term, by: By::Offer(f.term) });
         }
         out.push(Action::RefuseSwitchover { from });
     }

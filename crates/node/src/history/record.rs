@@ -299,7 +299,8 @@ impl Record {
             }
             What::NotStored { why } => format!("CHECKPOINTS ARE NOT STORED: {why}"),
             What::Restored { from, age_s, took_ms } => format!(
-                "RESTORED here from {from}, as it was {age_s:.1} s before; that took {took_ms:.0} ms"
+                "RESTORED here from {from}, as it was {age_s:.1} s before; that took {took_ms:.0} \
+                 ms"
             ),
             What::Ended { how, .. } => how.clone(),
         };

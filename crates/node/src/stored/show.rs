@@ -321,7 +321,8 @@ fn pages_of(loaded: &Loaded, spans: &[Span]) -> anyhow::Result<PagesByPlace> {
 fn in_words(shown: &Value) -> String {
     let number = |name: &str| shown[name].as_u64().unwrap_or(0);
     let mut text = format!(
-        "{} at epoch {}, {} (UTC): {} of memory, {} of file changes, {} stored in {} checkpoint(s)\n",
+        "{} at epoch {}, {} (UTC): {} of memory, {} of file changes, {} stored in {} \
+         checkpoint(s)\n",
         shown["guest"].as_str().unwrap_or("-"),
         number("epoch"),
         when(number("wall_ms")),

@@ -290,3 +290,54 @@ fn a_host_that_differs_is_refused_with_each_difference() {
     let refused = scene.hotspare(0, &["restore", "--insecure", &store, "redis"]).unwrap_err();
     assert!(refused.contains(&name) && refused.contains("damaged at byte"), "{refused}");
 }
+
+/// Fills 64 MiB with the number of the round, as fast as it can, and looks at what the round before
+/// has left there.
+const CHECKER: &str = r#"
+import mmap, sys
+SIZE, CHUNK = 64 << 20, 1 << 20
+memory = mmap.mmap(-1, SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+block = lambda round: b'%08d' % round * (CHUNK // 8)
+memory[:] = block(0) * (SIZE // CHUNK)
+old, number = block(0), 0
+while True:
+    number += 1
+    new = block(number)
+    for at in range(0, SIZE, CHUNK):
+        if memory[at:at + CHUNK] != old:
+            print('WRONG in round', number, 'at', at, flush=True)
+            sys.exit(3)
+        memory[at:at + CHUNK] = new
+    old = new
+    if number % 10 == 0:
+        print('fine', number, flush=True)
+"#;
+
+/// What is sent while it is held back counts for the store as well.
+#[test]
+fn a_guest_that_writes_faster_than_it_is_copied_comes_back_as_it_was() {
+    let store = directory();
+    let mut scene = scene(1, &store, &[]);
+    scene.engine.service_cidr = None;
+    scene.engine.more[1] = "checker".into();
+    let words = ["python3", "-c", CHECKER].map(str::to_owned);
+    let primary = scene.engine.run(scene.host(0), &[], &words).unwrap();
+    says(&primary, "the guest writes faster than its memory can be copied");
+    let mut epochs: Vec<Value> = Vec::new();
+    for _ in 0..3 {
+        epochs.push(settle(&scene, 0, &store, &primary)["epoch"].clone());
+    }
+    kill(&primary);
+    for epoch in epochs {
+        let restored = restore(&scene, 0, &["--at", &epoch.to_string(), &store, "checker"]);
+        restored_epoch(&restored);
+        let mut rounds = 0;
+        let looked = restored.stdout().find(HANG, |line| {
+            assert!(!line.text.contains("WRONG"), "of epoch {epoch}: {}", line.text);
+            rounds += usize::from(line.text.contains("fine"));
+            (rounds >= 3).then_some(())
+        });
+        assert!(looked.is_some(), "it does not go on:\n{}", restored.said());
+        kill(&restored);
+    }
+}

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use hotspare_image::source::{Block, PageSource, SourceError, Span};
 
-/// The same checkpoint in several places: a peer's memory, a directory, S3. Who fails is replaced by
-/// the next; only if all fail there is nothing.
+/// The same checkpoint in several places: a peer's memory, a directory, S3. Who fails is replaced
+/// by the next; only if all fail there is nothing.
 pub struct Sources {
     all: Vec<Arc<dyn PageSource>>,
     /// The one that was good last.

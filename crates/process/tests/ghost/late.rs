@@ -152,7 +152,8 @@ def unmaps(i):
     good = fresh[:] == bytes(SIZE)
     areas[i] = fresh
     return good
-steps = [reads, forks, moves, discards, calls, threads, signals, unmaps, shrinks, forks_and_discards]
+steps = [reads, forks, moves, discards, calls, threads, signals, unmaps, shrinks]
+steps.append(forks_and_discards)
 print('ready', flush=True)
 for turn in range(COUNT):
     # From the far end as well, where nothing has come yet.

@@ -154,7 +154,8 @@ pub fn bench(arguments: &[String]) {
     };
     let unforeseen = whole.1.missed.iter().filter(|s| !has(s.start, s.owner)).count();
     println!(
-        "| {} | {:.1} | {:.1} | {:.1} | {:.2} | {:.2} | {:.2} | {:.0} % | {:.2} | {} | {:.2} | {:.1} |",
+        "| {} | {:.1} | {:.1} | {:.1} | {:.2} | {:.2} | {:.2} | {:.0} % | {:.2} | {} | {:.2} | \
+         {:.1} |",
         arguments[0],
         mib(bytes),
         mib(touched.pages()),
