@@ -136,7 +136,11 @@ impl Primary {
     /// The host dies.
     pub fn die(mut self) -> String {
         let pid = nix::unistd::Pid::from_raw(self.init.host_pid().0);
-        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("kills");
+        match nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL) {
+            // Whoever has lost its memory may be gone already.
+            Ok(()) | Err(nix::errno::Errno::ESRCH) => {}
+            Err(error) => panic!("kill: {error}"),
+        }
         while self.guest.is_alive() {
             self.guest.pump(&[], Duration::from_millis(5)).expect("pumps");
         }
