@@ -184,6 +184,18 @@ impl Gatherer {
         });
     }
 
+    /// Forgets everything: what comes is dropped until a full one begins.
+    pub fn forget(&mut self) {
+        match Self::new(&self.directory) {
+            Ok(anew) => *self = anew,
+            // What waits keeps its room.
+            Err(_) => {
+                self.abort();
+                (self.last, self.epochs) = (None, 0);
+            }
+        }
+    }
+
     /// The one under way is void.
     pub fn abort(&mut self) {
         let Some(open) = self.open.take() else { return };
@@ -254,9 +266,10 @@ impl Gatherer {
     }
 
     /// The one under way is whole. False if it cannot stand on those before, and a full one is
-    /// wanted.
+    /// wanted. True if none is under way: it had nothing to stand on, and whoever knew that when
+    /// it began has asked for a full one already, perhaps not at once.
     pub fn end(&mut self) -> StoreResult<bool> {
-        let Some(open) = self.open.take() else { return Ok(false) };
+        let Some(open) = self.open.take() else { return Ok(true) };
         let checkpoint = Checkpoint::from_bytes(&open.state)
             .map_err(|error| StoreError::Local(format!("read what was captured: {error}")))?;
         let mut freed = Vec::new();

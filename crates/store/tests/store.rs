@@ -298,6 +298,41 @@ fn each_checkpoint_comes_back_as_it_was() {
     assert!(folds > 5, "some chains are long");
 }
 
+/// Else a full one would be wanted at the end of each, however often that has just failed.
+#[test]
+fn what_begins_on_nothing_is_dropped_and_asks_for_nothing() {
+    let (mut guest, mut fresh) = (Guest::new(3), gatherer());
+    guest.epoch = 7;
+    let increment = |gatherer: &mut Gatherer| {
+        gatherer.begin(Position::checkpoint(Epoch(7)), Term(1), false);
+        gatherer.pages(SPACE, 0, &content(9)).expect("room");
+        gatherer.state(&guest.state(&[], false).to_bytes());
+        assert!(gatherer.end().expect("ends"), "a full one is not asked for again");
+        assert!(!gatherer.is_ready() && gatherer.waiting_bytes() == 0);
+        assert!(gatherer.take().expect("files").is_none());
+    };
+    increment(&mut fresh);
+    let directory = tempfile::tempdir().expect("a directory");
+    for is_gone in [false, true] {
+        let mut used = Gatherer::new(directory.path()).expect("a gatherer");
+        let mut other = Guest::new(4);
+        (0..3).for_each(|step| other.run(&mut used, step == 0));
+        assert!(used.is_ready());
+        if is_gone {
+            std::fs::remove_dir(directory.path()).expect("removes");
+        }
+        used.forget();
+        if !is_gone {
+            increment(&mut used);
+            continue;
+        }
+        used.begin(Position::checkpoint(Epoch(4)), Term(1), false);
+        used.state(&other.state(&[], false).to_bytes());
+        assert!(used.end().expect("ends") && !used.is_ready(), "it stands on what was forgotten");
+        assert!(used.take().expect("files").is_none());
+    }
+}
+
 #[test]
 fn file_changes_of_a_chain_come_one_after_another() {
     use std::io::Read;

@@ -289,11 +289,7 @@ impl Gathering {
 
     /// Forgets everything; a full checkpoint comes.
     fn begin_anew(&mut self, after: Duration) {
-        match Gatherer::new(&std::env::temp_dir()) {
-            Ok(gatherer) => self.gatherer = gatherer,
-            // What comes is dropped until a full one begins.
-            Err(_) => self.gatherer.abort(),
-        }
+        self.gatherer.forget();
         self.shared.want_full(after);
     }
 
