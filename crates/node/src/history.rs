@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use hotspare_image::NodeId;
 
-pub use self::record::{Loss, Record, What, ms, utc};
+pub use self::record::{Loss, Record, What, ms, now_ms, utc, utc_ms};
 pub use self::show::{print, show};
 use crate::metrics::Meters;
 use crate::report::{News, Reporter};

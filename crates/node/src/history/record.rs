@@ -226,7 +226,7 @@ impl Record {
         (term, epoch): (u64, u64),
         what: What,
     ) -> Self {
-        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let wall = now();
         let monotonic = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
         let monotonic = monotonic.map_or(Duration::ZERO, Duration::from);
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
@@ -329,6 +329,41 @@ pub fn utc(since_1970: Duration) -> String {
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{milli:03}Z")
 }
 
+/// Milliseconds since 1970 of what [`utc`] writes: `YYYY-MM-DDTHH:MM:SS[.mmm][Z]`, also with a space.
+pub fn utc_ms(text: &str) -> Option<u64> {
+    let (date, time) = text.trim_end_matches('Z').split_once(['T', ' '])?;
+    let (time, fraction) = time.split_once('.').unwrap_or((time, "0"));
+    let number = |text: &str| text.parse::<i64>().ok().filter(|number| *number >= 0);
+    let date: Vec<i64> = date.split('-').map(number).collect::<Option<_>>()?;
+    let time: Vec<i64> = time.split(':').map(number).collect::<Option<_>>()?;
+    let ([year, month, day], [hour, minute, second]) = (&date[..], &time[..]) else { return None };
+    let in_range = (1970..10_000).contains(year)
+        && (1..=12).contains(month)
+        && (1..=31).contains(day)
+        && *hour < 24
+        && *minute < 60
+        && *second < 60;
+    if !in_range || fraction.len() > 3 {
+        return None;
+    }
+    // Days before a date, with years that begin in March.
+    let (year, month) = if *month < 3 { (year - 1, month + 9) } else { (*year, month - 3) };
+    let days = year * 365 + year / 4 - year / 100 + year / 400 + (month * 153 + 2) / 5 + day - 1;
+    let seconds = ((days - 719_468) * 24 + hour) * 3600 + minute * 60 + second;
+    let ms = format!("{fraction:0<3}").parse::<i64>().ok()?;
+    u64::try_from(seconds * 1000 + ms).ok()
+}
+
+/// Since 1970.
+fn now() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+/// Milliseconds since 1970.
+pub fn now_ms() -> u64 {
+    now().as_millis() as u64
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -346,6 +381,26 @@ mod tests {
             (4_107_542_400, "2100-03-01T00:00:00.000Z"),
         ] {
             assert_eq!(utc(Duration::from_secs(seconds)), text, "{seconds}");
+        }
+    }
+
+    #[test]
+    fn a_time_of_day_may_be_written_shorter() {
+        // date -ud 2026-11-22T18:30:05 +%s
+        assert_eq!(utc_ms("2026-11-22T18:30:05Z"), Some(1_795_372_205_000));
+        assert_eq!(utc_ms("2026-11-22 18:30:05.25"), Some(1_795_372_205_250));
+        assert_eq!(utc_ms("1970-01-01T00:00:00"), Some(0));
+        for wrong in ["", "2026-11-22", "2026-13-01T00:00:00", "2026-11-22T25:00:00", "x"] {
+            assert_eq!(utc_ms(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_time_of_day_survives_its_text() {
+        // Nearly a week apart, so that each day and time comes by, up to the year 9999.
+        for ms in (0..253_402_300_800_000).step_by(604_799_999) {
+            let text = utc(Duration::from_millis(ms));
+            assert_eq!(utc_ms(&text), Some(ms), "{text}");
         }
     }
 

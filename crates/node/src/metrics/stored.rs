@@ -1,13 +1,13 @@
 //! What is counted of stored checkpoints.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use hotspare_store::Name;
 
 use super::page::Page;
 use super::{Counter, Histogram};
+use crate::history::now_ms;
 use crate::report::size;
 
 /// Of the store.
@@ -22,7 +22,6 @@ pub struct StoreMeter {
     /// When the newest that is stored was taken, in milliseconds since 1970; 0: there is none.
     newest_ms: Counter,
     newest_epoch: Counter,
-    idle: AtomicBool,
     trouble: Mutex<Option<String>>,
 }
 
@@ -37,14 +36,9 @@ impl Default for StoreMeter {
             waiting_bytes: counter(),
             newest_ms: counter(),
             newest_epoch: counter(),
-            idle: AtomicBool::new(false),
             trouble: Mutex::default(),
         }
     }
-}
-
-fn now_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }
 
 impl StoreMeter {
@@ -62,16 +56,6 @@ impl StoreMeter {
     pub fn failed(&self, why: &str) {
         self.failures.add(1);
         *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = Some(why.to_owned());
-    }
-
-    /// Whether the writer waits for something to write.
-    pub fn is_idle(&self) -> bool {
-        self.idle.load(Ordering::Relaxed)
-    }
-
-    /// As [`StoreMeter::is_idle`].
-    pub fn idle(&self, idle: bool) {
-        self.idle.store(idle, Ordering::Relaxed);
     }
 
     /// Whether one has been stored so far.

@@ -12,23 +12,20 @@ use hotspare_image::Checkpoint;
 use hotspare_image::memory::PAGE_BYTES;
 use hotspare_image::objects::Object;
 use hotspare_image::sockets::SocketAddress;
-use hotspare_image::source::{BlockContent, PageSource, Span};
+use hotspare_image::source::PageSource;
 use hotspare_image::touch::TouchSet;
 use hotspare_net::takeover::ServiceAddress;
 use hotspare_process::lazy::{Loader, LoaderProgress, Plan};
-use hotspare_process::pages::{Content, PageRun};
 use hotspare_replica::HostFacts;
 use hotspare_store::{Catalogue, Loaded, Name, Store};
 
 use crate::agent::Agent;
 use crate::alike::Comparison;
 use crate::facts;
+use crate::history::{now_ms, utc_ms};
 use crate::report::size;
 use crate::settings::Settings;
 use crate::spare::Held;
-
-/// Pages that are fetched at once.
-const FETCH_PAGES: u64 = (8 << 20) / PAGE_BYTES;
 
 /// Which checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,36 +60,6 @@ impl std::str::FromStr for At {
             )
         })
     }
-}
-
-/// Milliseconds since 1970 of `YYYY-MM-DDTHH:MM:SS[.mmm][Z]`, also with a space.
-fn utc_ms(text: &str) -> Option<u64> {
-    let (date, time) = text.trim_end_matches('Z').split_once(['T', ' '])?;
-    let (time, fraction) = time.split_once('.').unwrap_or((time, "0"));
-    let number = |text: &str| text.parse::<i64>().ok().filter(|number| *number >= 0);
-    let date: Vec<i64> = date.split('-').map(number).collect::<Option<_>>()?;
-    let time: Vec<i64> = time.split(':').map(number).collect::<Option<_>>()?;
-    let ([year, month, day], [hour, minute, second]) = (&date[..], &time[..]) else { return None };
-    let in_range = (1970..10_000).contains(year)
-        && (1..=12).contains(month)
-        && (1..=31).contains(day)
-        && *hour < 24
-        && *minute < 60
-        && *second < 60;
-    if !in_range || fraction.len() > 3 {
-        return None;
-    }
-    // Days before a date, with years that begin in March.
-    let (year, month) = if *month < 3 { (year - 1, month + 9) } else { (*year, month - 3) };
-    let days = year * 365 + year / 4 - year / 100 + year / 400 + (month * 153 + 2) / 5 + day - 1;
-    let seconds = ((days - 719_468) * 24 + hour) * 3600 + minute * 60 + second;
-    let ms = format!("{fraction:0<3}").parse::<i64>().ok()?;
-    u64::try_from(seconds * 1000 + ms).ok()
-}
-
-fn now_ms() -> u64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    now.unwrap_or_default().as_millis() as u64
 }
 
 /// The checkpoint that is meant.
@@ -185,13 +152,16 @@ impl Restoring {
         let mut changes = std::io::BufReader::new(self.loaded.changes());
         held.take_files(&mut changes, self.loaded.changes_bytes(), progress)
             .context("bring back the replicated directories")?;
-        if first {
-            self.fill(agent, &mut held)?;
+        let (touched, plan) = if first {
+            (TouchSet::default(), Plan { first: self.loaded.all(), then: Vec::new() })
         } else {
             // Without it pages come as they are asked for.
             let touched = self.loaded.touches().unwrap_or_default();
             let plan = Plan::new(&touched, None);
-            let loader = held.ghost.apply_late(self.checkpoint.clone(), &*self.loaded, &plan)?;
+            (touched, plan)
+        };
+        let loader = held.ghost.apply_late(self.checkpoint.clone(), &*self.loaded, &plan)?;
+        if !loader.is_done() {
             held.late = Some(self.load(agent, loader, touched)?);
         }
         Ok(held)
@@ -225,81 +195,16 @@ impl Restoring {
             Err(failure) => {
                 reporter.alarm(&format!("GUEST {guest} IS LOST: {failure}"));
                 // Until this program ends with it, nobody may find what was waited for.
-                loop {
-                    std::thread::park();
-                    std::hint::black_box(&failure);
-                }
+                std::mem::forget(failure);
             }
         };
         std::thread::Builder::new().name("loader".into()).spawn(run)?;
         Ok(progress)
     }
 
-    fn fill(&self, agent: &Agent, held: &mut Held) -> anyhow::Result<()> {
-        let progress = &agent.meters.progress;
-        held.ghost.begin_full(&self.checkpoint)?;
-        let mut failed = None;
-        let mut runs = Runs { loaded: &self.loaded, wanted: self.wanted(), ready: Vec::new() };
-        let mut next = std::iter::from_fn(|| match runs.next() {
-            Ok(run) => {
-                progress.add(1);
-                run
-            }
-            Err(error) => {
-                failed = Some(error);
-                None
-            }
-        });
-        held.ghost.apply(self.checkpoint.clone(), &mut next)?;
-        failed.map_or(Ok(()), |error| Err(error).context("read the checkpoint's pages"))
-    }
-
     /// Bytes of its memory.
     pub fn bytes(&self) -> u64 {
         self.loaded.pages().with_bytes() * PAGE_BYTES
-    }
-
-    /// All spans, in portions, the first one last.
-    fn wanted(&self) -> Vec<Vec<Span>> {
-        let mut portions: Vec<Vec<Span>> = Vec::new();
-        let mut room = 0;
-        for span in self.loaded.all() {
-            if room < span.pages {
-                portions.push(Vec::new());
-                room = FETCH_PAGES;
-            }
-            room = room.saturating_sub(span.pages);
-            portions.last_mut().expect("one was pushed").push(span);
-        }
-        portions.reverse();
-        portions
-    }
-}
-
-/// Fetches pages as the ghost takes them.
-struct Runs<'a> {
-    loaded: &'a Loaded,
-    wanted: Vec<Vec<Span>>,
-    /// The first one last.
-    ready: Vec<PageRun>,
-}
-
-impl Runs<'_> {
-    fn next(&mut self) -> anyhow::Result<Option<PageRun>> {
-        while self.ready.is_empty() {
-            let Some(spans) = self.wanted.pop() else { return Ok(None) };
-            let blocks = self.loaded.read(&spans)?;
-            self.ready.extend(blocks.into_iter().rev().map(|block| PageRun {
-                owner: block.span.owner,
-                start: block.span.start,
-                content: match block.content {
-                    BlockContent::Bytes(bytes) => Content::Bytes(bytes),
-                    BlockContent::Zero => Content::Zero(block.span.pages),
-                    BlockContent::Absent => Content::Discard(block.span.pages),
-                },
-            }));
-        }
-        Ok(self.ready.pop())
     }
 }
 
@@ -329,18 +234,6 @@ fn readdress(checkpoint: &mut Checkpoint, old: IpAddr, new: IpAddr) -> anyhow::R
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn times_are_what_date_says() {
-        // date -ud 2026-11-22T18:30:05 +%s
-        assert_eq!(utc_ms("2026-11-22T18:30:05Z"), Some(1_795_372_205_000));
-        assert_eq!(utc_ms("2026-11-22 18:30:05.25"), Some(1_795_372_205_250));
-        assert_eq!(utc_ms("1970-01-01T00:00:00"), Some(0));
-        assert_eq!(utc_ms("2024-02-29T12:00:00"), Some(1_709_208_000_000));
-        for wrong in ["", "2026-11-22", "2026-13-01T00:00:00", "2026-11-22T25:00:00", "x"] {
-            assert_eq!(utc_ms(wrong), None, "{wrong}");
-        }
-    }
 
     #[test]
     fn a_checkpoint_is_chosen_by_epoch_time_or_age() {

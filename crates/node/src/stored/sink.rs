@@ -66,6 +66,8 @@ pub struct Shared {
     changed: Condvar,
     /// The next checkpoint must be a full one; not before then.
     wanted: Mutex<Option<Instant>>,
+    /// The writer waits for something to write.
+    pub idle: AtomicBool,
     /// What has been gathered has nothing to stand on.
     reset: AtomicBool,
     /// What the guest was last seen to touch, until it is written.
@@ -352,7 +354,7 @@ impl Gathering {
     fn hand_over(&mut self) -> StoreResult<()> {
         self.agent.meters.store.waiting_bytes.set(self.gatherer.waiting_bytes());
         let early = self.handed.is_some_and(|handed| handed.elapsed() < self.every);
-        if early || !self.gatherer.is_ready() || !self.agent.meters.store.is_idle() {
+        if early || !self.gatherer.is_ready() || !self.shared.idle.load(Ordering::Relaxed) {
             return Ok(());
         }
         let Some(batch) = self.gatherer.take()? else { return Ok(()) };

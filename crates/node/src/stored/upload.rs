@@ -62,9 +62,9 @@ impl Upload {
     /// Writes what comes, until nothing comes any more or another host writes.
     pub fn run(&mut self, batches: &Receiver<(Batch, About)>) {
         loop {
-            self.agent.meters.store.idle(true);
+            self.shared.idle.store(true, Ordering::Relaxed);
             let Ok((batch, about)) = batches.recv() else { return };
-            self.agent.meters.store.idle(false);
+            self.shared.idle.store(false, Ordering::Relaxed);
             if !self.write(&batch, &about) {
                 self.shared.over.store(true, Ordering::Relaxed);
                 return;

@@ -156,6 +156,11 @@ impl Loader {
         Ok(Self { spaces, order, init: pidfd::open(init)?, progress })
     }
 
+    /// Whether all memory is there already, and it need not [run](Loader::run).
+    pub fn is_done(&self) -> bool {
+        self.spaces.is_empty()
+    }
+
     /// For others to look at.
     pub fn progress(&self) -> Arc<LoaderProgress> {
         self.progress.clone()
