@@ -3,6 +3,7 @@
 //! The main thread clears the notes before a checkpoint and hands the window over; the thread
 //! `touches` looks at page tables until it is over, and gives the outcome to the store.
 
+use std::fmt::Display;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,7 @@ use hotspare_kernel::accessed::PageTables;
 use hotspare_process::capture::touch::Touches;
 use hotspare_process::guest::Guest;
 use hotspare_process::lazy::Window;
+use hotspare_process::objects::error::ObjectError;
 
 use crate::report::Reporter;
 use crate::stored::TouchSink;
@@ -39,12 +41,15 @@ impl Tracking {
         });
         let (windows, open) = channel();
         let (give_back, back) = channel();
-        let watch = move || watch(&open, &give_back, &sink);
-        std::thread::Builder::new().name("touches".into()).spawn(watch).ok()?;
+        let tables = tables.ok()?;
+        let teller = reporter.clone();
+        let watch = move || watch(&open, &give_back, &sink, &teller);
+        let thread = std::thread::Builder::new().name("touches".into()).spawn(watch);
+        thread.inspect_err(|error| tell(reporter, error)).ok()?;
         Some(Self {
             every,
             next: Instant::now(),
-            tables: Some(tables.ok()?),
+            tables: Some(tables),
             windows,
             back,
             reporter: reporter.clone(),
@@ -62,7 +67,7 @@ impl Tracking {
         }
         match guest.forget_touches() {
             Ok(()) => self.begun = true,
-            Err(error) => self.give_up(&error.to_string()),
+            Err(error) => self.give_up(&error),
         }
     }
 
@@ -75,17 +80,31 @@ impl Tracking {
         let Some(tables) = self.tables.take() else { return };
         match guest.begin_touches(tables) {
             Ok(window) => drop(self.windows.send(window)),
-            Err(error) => self.give_up(&error.to_string()),
+            Err(error) => self.give_up(&error),
         }
     }
 
-    fn give_up(&mut self, why: &str) {
+    fn give_up(&mut self, why: &ObjectError) {
         self.tables = None;
-        self.reporter.warn(&format!("what the guest touches is not tracked any more: {why}"));
+        tell(&self.reporter, why);
     }
 }
 
-fn watch(open: &Receiver<Touches>, give_back: &Sender<PageTables>, sink: &TouchSink) {
+fn tell(reporter: &Reporter, why: &dyn Display) {
+    reporter.warn(&format!(
+        "what the guest touches is not tracked any more, so a restore fetches memory in the order \
+         of an older checkpoint, or as it is asked for: {why}"
+    ));
+}
+
+/// Watches windows until there are no more. After a failure the page tables are not given back, so
+/// none follows.
+fn watch(
+    open: &Receiver<Touches>,
+    give_back: &Sender<PageTables>,
+    sink: &TouchSink,
+    reporter: &Reporter,
+) {
     let window = Window::default();
     while let Ok(mut touches) = open.recv() {
         let mut looked = Ok(Duration::ZERO);
@@ -103,7 +122,7 @@ fn watch(open: &Receiver<Touches>, give_back: &Sender<PageTables>, sink: &TouchS
                 sink.put(touched);
                 let _ = give_back.send(tables);
             }
-            Err(error) => tracing::warn!(%error, "what the guest touches cannot be seen"),
+            Err(error) => tell(reporter, &error),
         }
     }
 }

@@ -9,7 +9,7 @@
 //! for the first time belongs to that part of the window. What was touched between the clearing
 //! and the stop counts as touched at once, which errs on the safe side.
 //!
-//! Where page tables cannot be read ([`PageTables::open`]), only what was written is known.
+//! Where page tables cannot be read ([`PageTables::open`]) there is no touch set.
 
 use std::time::{Duration, Instant};
 
@@ -68,7 +68,7 @@ impl Guest {
 
     /// Opens the tracking window of the checkpoint that was just taken.
     ///
-    /// Fails where page tables cannot be read: then only writes can be known.
+    /// Fails where page tables cannot be read.
     pub fn begin_touches(&mut self, mut tables: PageTables) -> ObjectResult<Touches> {
         let began = Instant::now();
         let mut spaces = Vec::new();

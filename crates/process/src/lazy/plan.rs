@@ -52,27 +52,23 @@ fn head_start(touched: &TouchSet, rate: u64) -> u64 {
 /// How long touches are tracked after a checkpoint.
 ///
 /// A restarted program should find all that it touches until the rest has been loaded behind it.
-/// So the window is long enough when it has lasted as long as loading that rest takes. Where
-/// restarts had to wait for pages all the same, it is made longer.
+/// So the window is long enough when it has lasted as long as loading that rest takes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Window {
     /// Bytes a second that a restart gets.
     pub bytes_per_second: u64,
     /// Longer than this it never is.
     pub most: Duration,
-    /// How much longer than loading takes.
-    pub factor: f64,
 }
 
 /// What is thought of lines that nothing is known of.
 const USUAL_RATE: u64 = 64 << 20;
 /// Never shorter: starting takes some time itself.
 const LEAST: Duration = Duration::from_millis(500);
-const FACTOR_MAX: f64 = 4.0;
 
 impl Default for Window {
     fn default() -> Self {
-        Self { bytes_per_second: USUAL_RATE, most: Duration::from_secs(30), factor: 1.0 }
+        Self { bytes_per_second: USUAL_RATE, most: Duration::from_secs(30) }
     }
 }
 
@@ -85,7 +81,7 @@ impl Window {
     }
 
     fn wanted(&self, rest: u64) -> Duration {
-        let load = rest as f64 / self.bytes_per_second.max(1) as f64 * self.factor;
+        let load = rest as f64 / self.bytes_per_second.max(1) as f64;
         Duration::try_from_secs_f64(load).unwrap_or(self.most).clamp(LEAST, self.most.max(LEAST))
     }
 
@@ -93,16 +89,6 @@ impl Window {
     #[must_use]
     pub fn look_at(number: u32) -> Duration {
         Duration::from_millis(5).saturating_mul(2u32.saturating_pow(number.min(20)))
-    }
-
-    /// A restart brought `loaded` bytes at `bytes_per_second`, and had to wait for `missed` bytes
-    /// that were not foreseen.
-    pub fn learn(&mut self, bytes_per_second: u64, loaded: u64, missed: u64) {
-        // Half of what was known stays: one restart may have had an uncommon line.
-        self.bytes_per_second = (self.bytes_per_second / 2 + bytes_per_second / 2).max(1);
-        let many = missed.saturating_mul(100) > loaded;
-        self.factor = if many { self.factor * 1.5 } else { self.factor * 0.9 };
-        self.factor = self.factor.clamp(1.0, FACTOR_MAX);
     }
 }
 
@@ -156,17 +142,6 @@ mod tests {
         assert!(window.is_over(second, 100 << 20, 100 << 20));
         assert!(window.is_over(30 * second, 1 << 50, 0));
         assert!(!window.is_over(Duration::ZERO, 0, 0));
-    }
-
-    #[test]
-    fn the_window_grows_while_restarts_miss_pages_and_shrinks_slowly() {
-        let mut window = Window { bytes_per_second: 8 << 20, ..Window::default() };
-        window.learn(16 << 20, 100 << 20, 5 << 20);
-        assert_eq!((window.bytes_per_second, window.factor), (12 << 20, 1.5));
-        (0..10).for_each(|_| window.learn(12 << 20, 100 << 20, 5 << 20));
-        assert_eq!(window.factor, FACTOR_MAX);
-        (0..100).for_each(|_| window.learn(12 << 20, 100 << 20, 0));
-        assert_eq!(window.factor, 1.0);
     }
 
     proptest! {

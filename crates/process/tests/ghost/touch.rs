@@ -134,7 +134,7 @@ pub fn bench(arguments: &[String]) {
     let command: Vec<&str> = arguments[4..].iter().map(String::as_str).collect();
     let mut primary = Primary::start_in(&command, Some("/tmp"));
     primary.run_for(Duration::from_secs(warm));
-    let window = Window { bytes_per_second: rate, most: Duration::from_secs(20), factor: 1.0 };
+    let window = Window { bytes_per_second: rate, most: Duration::from_secs(20) };
     let (first, touched, cost) = tracked(&mut primary, &window);
     primary.die();
     let mut stored = line(&first, 0);
