@@ -599,17 +599,14 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     }
     agent.set_key(hotspare_replica::heartbeat::fresh_key()?);
     agent.face().settings = Some(settings.clone());
-    let listener = arguments.listen.as_deref().map(listen).transpose()?;
-    let metrics = common.metrics.as_deref().map(listen).transpose()?;
-    let control = common.control.as_deref().map(listen).transpose()?;
-    let hook = common.hook();
+    let mut doors = Doors::open(arguments.listen.as_deref(), common)?;
     let how = Launch {
         command: &arguments.command,
         directory: &arguments.directory,
         network: Network::Service(common.service_bridge.as_deref()),
     };
     // Before the guest runs: who sees it serve may ask for a switchover.
-    control::serve(&agent, control)?;
+    control::serve(&agent, doors.control.take())?;
     let (mut maker, init) = launch(&how, &settings)?;
     maker.stop_and_copy = arguments.stop_and_copy;
     maker.term = term;
@@ -617,19 +614,10 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     if let Some(network) = &maker.network {
         output::begin(&agent, network)?;
     }
-    reign(&agent, events, common, (&settings, term))?;
-    if let Some(listener) = listener {
-        agent.listen(listener)?;
-    }
-    for address in &arguments.spare {
-        link::keep_dialling(&agent, address)?;
-    }
-    tell_others(&agent, metrics)?;
-    let history = agent.history.clone();
-    agent.remember((maker.term, 0), What::Started);
-    let ended = Primary::new(agent, inbox, settings, maker, init, hook).run();
-    history.flush();
-    ended
+    agent.remember((term, 0), What::Started);
+    let primary = Primary::new(agent.clone(), inbox, settings.clone(), maker, init, common.hook());
+    let spares = &arguments.spare;
+    run_primary(&agent, (primary, &settings, term), events, common, (spares, doors))
 }
 
 fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
@@ -658,9 +646,7 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     let mut agent = Agent::new(security, role, common.silence, brain, owner, reporter, state)?;
     let term = begin_term(&mut agent, common, &settings)?;
     agent.set_key(hotspare_replica::heartbeat::fresh_key()?);
-    let listener = arguments.listen.as_deref().map(listen).transpose()?;
-    let metrics = common.metrics.as_deref().map(listen).transpose()?;
-    let control = common.control.as_deref().map(listen).transpose()?;
+    let mut doors = Doors::open(arguments.listen.as_deref(), common)?;
     agent.reporter.note(&format!(
         "checkpoint {} of {:?}, {} of memory, {:.0} s old, is brought back",
         restoring.name().epoch,
@@ -673,17 +659,47 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
         Some(restoring.build(&agent, common.service_bridge.as_deref(), arguments.load_first)?);
     let (age, from) = (restoring.age, arguments.from.to_string());
     spare.stored = Some(Stale { age, from, began });
-    control::serve(&agent, control)?;
+    control::serve(&agent, doors.control.take())?;
     let primary = takeover::start_cold(spare, Decision { term, at: Instant::now() })?;
     drop(restoring);
-    reign(&agent, events, common, (&settings, term))?;
-    if let Some(listener) = listener {
+    let spares = &arguments.spare;
+    run_primary(&agent, (primary, &settings, term), events, common, (spares, doors))
+}
+
+/// Where others will reach this host. Questions are answered before the guest runs, all else after.
+struct Doors {
+    spares: Option<TcpListener>,
+    metrics: Option<TcpListener>,
+    control: Option<TcpListener>,
+}
+
+impl Doors {
+    /// Fails where somebody else has one of them.
+    fn open(spares: Option<&str>, common: &Common) -> anyhow::Result<Self> {
+        Ok(Self {
+            spares: spares.map(listen).transpose()?,
+            metrics: common.metrics.as_deref().map(listen).transpose()?,
+            control: common.control.as_deref().map(listen).transpose()?,
+        })
+    }
+}
+
+/// A guest is there: decides, lets spares in, and runs until it has ended.
+fn run_primary(
+    agent: &Agent,
+    (primary, settings, term): (Primary, &Settings, Term),
+    events: Receiver<Event>,
+    common: &Common,
+    (spares, doors): (&[String], Doors),
+) -> anyhow::Result<u8> {
+    reign(agent, events, common, (settings, term))?;
+    if let Some(listener) = doors.spares {
         agent.listen(listener)?;
     }
-    for address in &arguments.spare {
-        link::keep_dialling(&agent, address)?;
+    for address in spares {
+        link::keep_dialling(agent, address)?;
     }
-    tell_others(&agent, metrics)?;
+    tell_others(agent, doors.metrics)?;
     let history = agent.history.clone();
     let ended = primary.run();
     history.flush();

@@ -86,7 +86,6 @@ pub struct Switchover {
 }
 
 impl Primary {
-    /// Somebody wants the guest elsewhere.
     /// The operator wants the guest on a spare; on the one at `to`, if that is said.
     pub fn switchover_asked(&mut self, asker: Asker, to: Option<IpAddr>) {
         if self.switchover.asker.is_some() {

@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use hotspare_image::sockets::TcpState;
+use hotspare_image::sockets::{TcpConnection, TcpState};
 use hotspare_kernel::tcp;
 use hotspare_process::objects::tcp::TcpCache;
 use stage::{SECONDS, Stage, as_stream, both_ways, exchange, pattern};
@@ -119,8 +119,9 @@ fn unread_bytes_are_read_on_the_spare() {
     both_ways(&mut client, &mut server);
 }
 
-#[test]
-fn unacknowledged_bytes_arrive_whether_or_not_the_client_has_them() {
+/// The guest has sent some bytes (`change` is told how many) that its client does not have, and
+/// they arrive from the spare. How many segments it had to send again for a timeout.
+fn unacknowledged(change: impl FnOnce(&mut TcpConnection, usize)) -> u32 {
     let stage = Stage::new(false);
     let listener = stage.listen();
     let (mut client, mut server) = stage.connect(&listener);
@@ -128,9 +129,9 @@ fn unacknowledged_bytes_arrive_whether_or_not_the_client_has_them() {
     stage.lab.client().link_down().expect("pull the client's cable");
     let bytes = pattern(9_000);
     server.write_all(&bytes).expect("write");
-    let images = stage.capture_all(&[server.as_fd()]);
-    let TcpState::Connected(connection) = &images[0].state else { panic!("connected") };
-    assert_eq!(connection.sent.len() + connection.unsent.len(), bytes.len());
+    let mut images = stage.capture_all(&[server.as_fd()]);
+    let TcpState::Connected(connection) = &mut images[0].state else { panic!("connected") };
+    change(connection, bytes.len());
     stage.lab.client().link_up().expect("plug in again");
     let mut restored = stage.fail_over(images);
     let mut server = as_stream(restored.remove(0));
@@ -138,30 +139,25 @@ fn unacknowledged_bytes_arrive_whether_or_not_the_client_has_them() {
     client.read_exact(&mut received).expect("read");
     assert_eq!(received, bytes);
     both_ways(&mut client, &mut server);
+    tcp::info(server.as_fd()).expect("look").sent_again
+}
+
+#[test]
+fn unacknowledged_bytes_arrive_whether_or_not_the_client_has_them() {
+    unacknowledged(|connection, bytes| {
+        assert_eq!(connection.sent.len() + connection.unsent.len(), bytes);
+    });
 }
 
 /// Its peer took back some of the room it had offered: what was sent is sent again all the same,
 /// not counted as sent until a timeout, and another three times as long.
 #[test]
 fn what_was_sent_beyond_the_window_is_sent_again_at_once() {
-    let stage = Stage::new(false);
-    let listener = stage.listen();
-    let (mut client, mut server) = stage.connect(&listener);
-    stage.lab.client().link_down().expect("pull the client's cable");
-    let bytes = pattern(9_000);
-    server.write_all(&bytes).expect("write");
-    let mut images = stage.capture_all(&[server.as_fd()]);
-    let TcpState::Connected(connection) = &mut images[0].state else { panic!("connected") };
-    assert_eq!(connection.sent.len(), bytes.len());
-    connection.window[1] = 4_000;
-    stage.lab.client().link_up().expect("plug in again");
-    let mut restored = stage.fail_over(images);
-    let mut server = as_stream(restored.remove(0));
-    let mut received = vec![0; bytes.len()];
-    client.read_exact(&mut received).expect("read");
-    assert_eq!(received, bytes);
-    both_ways(&mut client, &mut server);
-    assert_eq!(tcp::info(server.as_fd()).expect("look").sent_again, 0, "it came by a timeout");
+    let sent_again = unacknowledged(|connection, bytes| {
+        assert_eq!(connection.sent.len(), bytes);
+        connection.window[1] = 4_000;
+    });
+    assert_eq!(sent_again, 0, "it came by a timeout");
 }
 
 #[test]

@@ -5,6 +5,7 @@ use minicbor::{Decode, Encode};
 
 use crate::bucket::Bucket;
 use crate::error::{StoreError, StoreResult};
+use crate::extents::Run;
 use crate::gather::Batch;
 use crate::manifest::{About, BLOCK_BYTES, BLOCK_PAGES, Block, Manifest, envelope, open_envelope};
 use crate::names::{Base, Name};
@@ -105,6 +106,9 @@ pub struct Writer {
     at_point: AtPoint,
 }
 
+/// Bytes of pages in a full block.
+const PAGES_BYTES: usize = (BLOCK_PAGES * PAGE_BYTES) as usize;
+
 /// What a pack is being filled with.
 struct Packing<'a> {
     bucket: &'a Bucket,
@@ -112,6 +116,8 @@ struct Packing<'a> {
     folder: &'a str,
     name: Name,
     bytes: Vec<u8>,
+    /// Pages that do not fill a block yet.
+    pages: Vec<u8>,
     manifest: Manifest,
     objects: u64,
     at_point: &'a mut AtPoint,
@@ -138,6 +144,42 @@ impl Packing<'_> {
             self.flush()?;
         }
         Ok(block)
+    }
+
+    /// For pages of so many bytes, or fewer if the block is full before; to be followed by
+    /// [`Packing::pages_added`].
+    fn room_for(&mut self, bytes: u64) -> &mut [u8] {
+        let from = self.pages.len();
+        self.pages.resize(PAGES_BYTES.min(from.saturating_add(bytes as usize)), 0);
+        &mut self.pages[from..]
+    }
+
+    fn pages_added(&mut self) -> StoreResult<()> {
+        if self.pages.len() == PAGES_BYTES { self.end_pages() } else { Ok(()) }
+    }
+
+    /// Whatever comes next is not pages.
+    fn end_pages(&mut self) -> StoreResult<()> {
+        if self.pages.is_empty() {
+            return Ok(());
+        }
+        let pages = std::mem::take(&mut self.pages);
+        let block = self.add(&pages)?;
+        self.manifest.blocks.push(block);
+        self.pages = pages;
+        self.pages.clear();
+        Ok(())
+    }
+
+    /// The state, and the end.
+    fn finish(mut self, state: &[u8]) -> StoreResult<(Name, Manifest, u64)> {
+        self.manifest.state = self.add_all(state.len() as u64, BLOCK_BYTES, |at, bytes| {
+            let at = at as usize;
+            bytes.copy_from_slice(&state[at..at + bytes.len()]);
+            Ok(())
+        })?;
+        self.flush()?;
+        Ok((self.name, self.manifest, self.objects))
     }
 
     fn flush(&mut self) -> StoreResult<()> {
@@ -229,11 +271,6 @@ impl Writer {
         &self.store
     }
 
-    /// The next one must be whole.
-    pub fn forget_last(&mut self) {
-        self.last = None;
-    }
-
     /// Nobody has claimed a newer reign.
     fn require_reign(&self) -> StoreResult<()> {
         let next = self.reign + 1;
@@ -260,7 +297,8 @@ impl Writer {
         };
         let manifest = Manifest { about, reign: name.reign, base, attempt, ..Manifest::default() };
         let (bucket, key, bytes, objects) = (&store.bucket, store.key.as_ref(), Vec::new(), 0);
-        Packing { bucket, key, folder, name, bytes, manifest, objects, at_point }
+        let pages = Vec::with_capacity(PAGES_BYTES);
+        Packing { bucket, key, folder, name, bytes, pages, manifest, objects, at_point }
     }
 
     /// Stores a checkpoint. After an error the same can be tried again, unless this writer is
@@ -287,44 +325,24 @@ impl Writer {
         let mut packing = Self::packing(store, &folder, (name, *attempt), about, at_point);
         packing.manifest.list(&batch.pages);
         let read_failed = StoreError::local("read what waits for the store");
-        let mut raw = Vec::new();
         for owned in batch.pages.0.values() {
             for (_, pages, held) in owned.pages.iter() {
                 let Held::At(slot) = held else { continue };
                 let mut done = 0;
                 while done < pages {
-                    let block = (BLOCK_PAGES * PAGE_BYTES) as usize;
-                    let room = (block - raw.len()) as u64 / PAGE_BYTES;
-                    let some = room.min(pages - done);
-                    let from = raw.len();
-                    raw.resize(from + (some * PAGE_BYTES) as usize, 0);
-                    let slot = crate::extents::Run::after(slot, done);
-                    batch.read_pages(slot, &mut raw[from..]).map_err(&read_failed)?;
-                    done += some;
-                    if raw.len() == block {
-                        let block = packing.add(&raw)?;
-                        packing.manifest.blocks.push(block);
-                        raw.clear();
-                    }
+                    let room = packing.room_for((pages - done) * PAGE_BYTES);
+                    batch.read_pages(slot.after(done), room).map_err(&read_failed)?;
+                    done += room.len() as u64 / PAGE_BYTES;
+                    packing.pages_added()?;
                 }
             }
         }
-        if !raw.is_empty() {
-            let block = packing.add(&raw)?;
-            packing.manifest.blocks.push(block);
-        }
+        packing.end_pages()?;
         packing.manifest.changes =
             packing.add_all(batch.changes_bytes, BLOCK_BYTES, |at, bytes| {
                 batch.read_changes(at, bytes).map_err(&read_failed)
             })?;
-        packing.manifest.state =
-            packing.add_all(batch.state.len() as u64, BLOCK_BYTES, |at, bytes| {
-                let at = at as usize;
-                bytes.copy_from_slice(&batch.state[at..at + bytes.len()]);
-                Ok(())
-            })?;
-        packing.flush()?;
-        let (name, manifest, objects) = (packing.name, packing.manifest, packing.objects);
+        let (name, manifest, objects) = packing.finish(&batch.state)?;
         self.name_it(name, &manifest)?;
         self.last = Some(batch.position.epoch.0);
         Ok(Stored { name, objects: objects + 1 })
@@ -378,30 +396,18 @@ impl Writer {
         let about = loaded.about().clone();
         let mut packing = Self::packing(store, &folder, (name, *attempt), about, at_point);
         packing.manifest.list(loaded.pages());
-        let mut raw = Vec::new();
-        let block_bytes = (BLOCK_PAGES * PAGE_BYTES) as usize;
-        loaded.each_in_order(|bytes| {
-            raw.extend_from_slice(bytes);
-            while raw.len() >= block_bytes {
-                let block = packing.add(&raw[..block_bytes])?;
-                packing.manifest.blocks.push(block);
-                raw.drain(..block_bytes);
+        loaded.each_in_order(|mut bytes| {
+            while !bytes.is_empty() {
+                let room = packing.room_for(bytes.len() as u64);
+                let (now, after) = bytes.split_at(room.len());
+                room.copy_from_slice(now);
+                packing.pages_added()?;
+                bytes = after;
             }
             Ok(())
         })?;
-        if !raw.is_empty() {
-            let block = packing.add(&raw)?;
-            packing.manifest.blocks.push(block);
-        }
-        let state = loaded.state()?;
-        packing.manifest.state =
-            packing.add_all(state.len() as u64, BLOCK_BYTES, |at, bytes| {
-                let at = at as usize;
-                bytes.copy_from_slice(&state[at..at + bytes.len()]);
-                Ok(())
-            })?;
-        packing.flush()?;
-        let (name, manifest, objects) = (packing.name, packing.manifest, packing.objects);
+        packing.end_pages()?;
+        let (name, manifest, objects) = packing.finish(&loaded.state()?)?;
         self.name_it(name, &manifest)?;
         (self.at_point)(Point::Folded)?;
         Ok(Some(Stored { name, objects: objects + 1 }))
