@@ -1,6 +1,7 @@
 //! One epoch on the primary: pre-copy, stop, take the rest, send.
 
 mod hold_back;
+mod takers;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -22,11 +23,11 @@ use hotspare_process::pages::PageRun;
 use hotspare_replica::Sender;
 
 use self::hold_back::HeldBack;
+use self::takers::Takers;
 use crate::alike::{Alike, Told};
 use crate::beside::{Beside, GateCut, Taking};
 use crate::outgoing::{CHUNK_CHANGES, CHUNK_COPY, Outgoing, PIECE_BYTES, Piece};
 use crate::settings::Settings;
-use crate::stored::Sink;
 use crate::touches::Tracking;
 
 /// Pages that may be left for the pause.
@@ -41,10 +42,6 @@ const TRIES_MAX: u32 = 3;
 const LEFT_MAX: u64 = REST_PAGES_MAX << TRIES_MAX;
 /// Each round makes the guest fault once more for each page that it writes again.
 const ROUNDS: u32 = 3;
-/// Room that a spare's queue must have before more is copied; more than the largest piece.
-const ROOM_BYTES: usize = 4 << 20;
-/// Checkpoints on their way to a spare that it has not acknowledged: it keeps them in memory.
-const UNACKNOWLEDGED_MAX: usize = 8;
 /// So much of what was copied last before a pause is sent after it: whoever sends takes processors
 /// from those whom the guest waits for.
 const HELD_BYTES: u64 = 4 << 20;
@@ -55,21 +52,17 @@ pub const PAUSE_PRIORITY: i32 = 5;
 /// Longest time without a look at what else there is to do.
 const SLICE: Duration = Duration::from_millis(20);
 
-/// Takes checkpoints of a guest and hands them to the spares.
+/// Takes checkpoints of a guest and hands them to who takes them.
 pub struct EpochMaker {
     pub guest: Guest,
     pub objects: Beside,
     pub offsets: ClockOffsets,
     pub names: (String, String),
     pub directories: Vec<ReplicatedDir>,
-    pub spares: BTreeMap<NodeId, Sender>,
+    pub takers: Takers,
     pub term: Term,
     /// The last epoch that was taken.
     pub epoch: Epoch,
-    /// Spares that take part from the next checkpoint on.
-    joining: BTreeMap<NodeId, Sender>,
-    /// Spares to which the checkpoint under way must describe everything.
-    incomplete: BTreeSet<NodeId>,
     /// No pre-copy, and every page at every stop: the measure of what the other way is worth.
     pub stop_and_copy: bool,
     /// Bytes sent to each spare when it last acknowledged a checkpoint.
@@ -87,12 +80,8 @@ pub struct EpochMaker {
     tries: u32,
     /// Pages of the last checkpoint.
     pages: u64,
-    /// Stores checkpoints, beside the spares.
-    pub store: Option<Sink>,
     /// Sees what the guest touches, for the store.
     pub tracking: Option<Tracking>,
-    /// To the store the checkpoint under way must describe everything.
-    store_incomplete: bool,
     /// The next checkpoint is the last one.
     hold: bool,
     /// What leaves the guest waits for checkpoints.
@@ -137,6 +126,8 @@ pub enum Obstacle {
     Work,
     /// A spare takes things slower than they come.
     SlowSpare,
+    /// So does this host's own disk, which keeps what is to be stored.
+    SlowStore,
     /// A state of the guest that passes, in words.
     Passing(String),
 }
@@ -168,11 +159,9 @@ impl EpochMaker {
             offsets: ClockOffsets::default(),
             names: (String::new(), String::new()),
             directories: Vec::new(),
-            spares: BTreeMap::new(),
+            takers: Takers::default(),
             term: Term(0),
             epoch: Epoch(0),
-            joining: BTreeMap::new(),
-            incomplete: BTreeSet::new(),
             stop_and_copy: false,
             wire_bytes: BTreeMap::new(),
             file_bytes: 0,
@@ -182,9 +171,7 @@ impl EpochMaker {
             through: None,
             tries: 0,
             pages: u64::MAX,
-            store: None,
             tracking: None,
-            store_incomplete: false,
             hold: false,
             holds_output: settings.guarantee.is_exact(),
             open: None,
@@ -198,41 +185,32 @@ impl EpochMaker {
         self.guest.hold_after_checkpoint(hold);
     }
 
-    /// All spares must be told everything.
+    /// What is under way is lost, and everybody must be told everything.
     fn begin_full(&mut self) {
-        if let Some(open) = self.open.take() {
-            self.each_spare(|spare| spare.abort(open.position));
-            self.store.iter().for_each(Sink::abort);
+        match self.open.take() {
+            Some(open) => self.takers.abort(open.position),
+            None => self.takers.want_full(),
         }
-        self.store_incomplete = self.store.is_some();
-        self.incomplete = self.spares.keys().copied().collect();
     }
 
-    /// A spare is there that starts from nothing. It takes part from the next checkpoint on: the
-    /// one under way is of no use to it, and the others go on with that.
+    /// A spare is there that starts from nothing, see [`Takers::add`].
     pub fn join(&mut self, node: NodeId, spare: Sender) {
         self.leave(node);
-        self.joining.insert(node, spare);
+        self.takers.add(node, spare);
     }
 
     /// A spare is gone; the way to it.
     pub fn leave(&mut self, node: NodeId) -> Option<Sender> {
-        self.incomplete.remove(&node);
         self.able.remove(&node);
         self.wire_bytes.remove(&node);
-        self.spares.remove(&node).or_else(|| self.joining.remove(&node))
-    }
-
-    /// All spares, also those that do not take part yet.
-    pub fn all_spares(&self) -> impl Iterator<Item = &Sender> {
-        self.spares.values().chain(self.joining.values())
+        self.takers.remove(node)
     }
 
     /// Tries to take a checkpoint, for a few milliseconds. Spares whose stream is broken drop out
     /// by themselves.
     pub fn attempt(&mut self) -> anyhow::Result<Attempt> {
-        if self.lacks_room() {
-            return Ok(Attempt::Later(Obstacle::SlowSpare));
+        if let Some(obstacle) = self.takers.without_room() {
+            return Ok(Attempt::Later(obstacle));
         }
         if self.open.is_none() {
             self.begin();
@@ -259,25 +237,14 @@ impl EpochMaker {
     fn begin(&mut self) {
         let position = Position::checkpoint(self.epoch.next());
         let mut outgoing = Outgoing::default();
-        for (node, spare) in std::mem::take(&mut self.joining) {
-            self.spares.insert(node, spare);
-            self.incomplete.insert(node);
-        }
-        self.store_incomplete |= self.store.as_ref().is_some_and(Sink::takes_full);
-        if self.is_full() {
+        self.takers.begin(position, self.term);
+        if self.takers.is_full() {
             self.guest.copy_again();
             self.alike.forget();
             for (index, directory) in self.directories.iter().enumerate() {
                 let chunks = directory.initial_copy().chunks(PIECE_BYTES as usize);
                 outgoing.add_files(index, CHUNK_COPY, chunks);
             }
-        }
-        for (node, spare) in &self.spares {
-            // A broken stream is reported by the reader of its answers.
-            let _ = spare.begin(position, self.term, self.incomplete.contains(node));
-        }
-        if let Some(store) = &self.store {
-            store.begin(position, self.term, self.store_incomplete);
         }
         let began = Instant::now();
         // What did not help the last time does not help now.
@@ -299,14 +266,14 @@ impl EpochMaker {
 
     /// Of a full checkpoint under way: pages that are copied, and all of them as far as is known.
     pub fn copying(&self) -> Option<(u64, u64)> {
-        let full = self.is_full();
+        let full = self.takers.is_full();
         let open = self.open.as_ref().filter(|open| full && open.captured.is_none())?;
         Some((open.pages, open.pages + self.guest.backlog_pages()))
     }
 
     /// A spare has acknowledged a checkpoint.
     pub fn acknowledged(&mut self, node: NodeId) {
-        if self.spares.contains_key(&node) {
+        if self.takers.spares.contains_key(&node) {
             self.able.insert(node);
         }
     }
@@ -316,23 +283,15 @@ impl EpochMaker {
     pub fn can_be_replaced(&self) -> bool {
         let whole = self.open.as_ref().is_some_and(|open| open.captured.is_some());
         let may_have = |spare: &Sender| whole || spare.unacknowledged() > 0;
-        self.spares.iter().any(|(node, spare)| self.able.contains(node) || may_have(spare))
+        let mut spares = self.takers.spares.iter();
+        spares.any(|(node, spare)| self.able.contains(node) || may_have(spare))
     }
 
     /// Bytes sent to a spare since this was last asked.
     pub fn wire_bytes(&mut self, node: NodeId) -> u64 {
-        let Some(spare) = self.spares.get(&node) else { return 0 };
+        let Some(spare) = self.takers.spares.get(&node) else { return 0 };
         let sent = spare.stats().wire_bytes;
         sent.saturating_sub(self.wire_bytes.insert(node, sent).unwrap_or(0))
-    }
-
-    fn lacks_room(&self) -> bool {
-        !has_room(&self.spares) || self.store.as_ref().is_some_and(|store| !store.has_room())
-    }
-
-    /// Whether somebody needs all of the next checkpoint.
-    fn is_full(&self) -> bool {
-        !self.incomplete.is_empty() || self.store_incomplete
     }
 
     /// Whether a checkpoint has begun that is not on its way yet.
@@ -340,15 +299,8 @@ impl EpochMaker {
         self.open.is_some()
     }
 
-    fn each_spare(&self, send: impl Fn(&Sender) -> Result<(), hotspare_replica::Broken>) {
-        for spare in self.spares.values() {
-            // A broken stream is reported by the reader of its answers.
-            let _ = send(spare);
-        }
-    }
-
     fn try_attempt(&mut self, until: Instant) -> ObjectResult<Attempt> {
-        if self.is_full() && !self.name_files()? {
+        if self.takers.is_full() && !self.name_files()? {
             return Ok(Attempt::Later(Obstacle::Passing(READING.to_owned())));
         }
         if let Some(obstacle) = self.send_waiting(until)? {
@@ -396,22 +348,15 @@ impl EpochMaker {
                 self.tries = tries.min(TRIES_MAX);
                 self.pages = pages;
                 let held_back = held_back.stood;
-                for (node, spare) in &self.spares {
-                    let own = inputs.filter(|(whose, _)| whose == node);
-                    // A broken stream is reported by the reader of its answers.
-                    let _ = spare.end(position, own.map(|(_, number)| number));
-                }
-                self.store.iter_mut().for_each(Sink::end);
-                self.store_incomplete = false;
+                self.takers.end(position, inputs);
                 self.epoch = position.epoch;
-                self.incomplete.clear();
                 Ok(Attempt::Taken(Box::new(Taken { position, began, captured, pages, held_back })))
             }
             _ => Ok(Attempt::Later(Obstacle::Work)),
         }
     }
 
-    /// Tells the spares which files they must have alike; false while these are being read.
+    /// Tells which files must be alike on a host that goes on with the guest; false while these are being read.
     fn name_files(&mut self) -> ObjectResult<bool> {
         let captured = self.open.as_ref().and_then(|open| open.captured.as_ref());
         let told = match captured {
@@ -421,10 +366,7 @@ impl EpochMaker {
         match told {
             Told::Reading => return Ok(false),
             Told::All(files) if files.is_empty() => {}
-            Told::All(files) => {
-                self.each_spare(|spare| spare.files(&files));
-                self.store.iter().for_each(|store| store.files(&files));
-            }
+            Told::All(files) => self.takers.files(&files),
         }
         Ok(true)
     }
@@ -432,16 +374,15 @@ impl EpochMaker {
     /// Sends what waits, as far as there is time and room.
     fn send_waiting(&mut self, until: Instant) -> ObjectResult<Option<Obstacle>> {
         loop {
-            if self.lacks_room() {
-                return Ok(Some(Obstacle::SlowSpare));
+            if let Some(obstacle) = self.takers.without_room() {
+                return Ok(Some(obstacle));
             }
             let Some(open) = &mut self.open else { return Ok(None) };
             let Some(piece) = open.outgoing.next().map_err(files_failed)? else { return Ok(None) };
             if let Piece::Files(bytes) | Piece::Copies(bytes) = &piece {
                 self.file_bytes += bytes.len() as u64;
             }
-            send_to_all(&piece, &self.spares, &self.incomplete);
-            store_piece(&piece, self.store.as_ref(), self.store_incomplete);
+            self.takers.send(&piece);
             self.guest.pump(&[], Duration::ZERO)?;
             if Instant::now() > until {
                 return Ok(Some(Obstacle::Work));
@@ -493,7 +434,7 @@ impl EpochMaker {
         }
         let wanted = self.network.as_ref().and_then(ServiceNetwork::gate);
         let is_wanted = wanted.is_some_and(|gate| gate.wanted().is_some());
-        let is_full = !self.incomplete.is_empty() || self.store_incomplete;
+        let is_full = self.takers.is_full();
         if is_wanted && self.pages < REST_PAGES && !is_full && open.tries == 0 {
             // Clients wait, and there is as little to copy as the last time.
             return Ok(false);
@@ -553,7 +494,7 @@ impl EpochMaker {
         let in_vain = self.open.as_ref().is_some_and(|open| open.held_back.in_vain());
         let epoch = self.epoch.next();
         let holds = self.holds_output;
-        let Self { guest, objects, directories, network, hold, spares, .. } = self;
+        let Self { guest, objects, directories, network, hold, takers, .. } = self;
         let mut changes = Vec::new();
         let mut cut = || {
             for (index, directory) in directories.iter().enumerate() {
@@ -563,7 +504,7 @@ impl EpochMaker {
             Ok(())
         };
         let gate = network.as_ref().and_then(ServiceNetwork::gate).filter(|_| holds).cloned();
-        let close = !spares.is_empty();
+        let close = !takers.spares.is_empty();
         let gate_cut = gate.clone().map(|gate| GateCut { gate, epoch, close, inputs: 0 });
         // A gate is as good: nothing enters, and what leaves later waits for ever.
         let cut_off = network.as_mut().filter(|_| *hold && gate.is_none());
@@ -589,33 +530,6 @@ impl EpochMaker {
             (Some(gate), _) => gate.undo_cut(epoch),
         }
         (captured, changes, inputs)
-    }
-}
-
-/// Whether all spares that can be reached have room for more.
-fn has_room(spares: &BTreeMap<NodeId, Sender>) -> bool {
-    spares.values().all(|spare| {
-        let late = spare.unacknowledged() >= UNACKNOWLEDGED_MAX;
-        (!late && spare.room_bytes() >= ROOM_BYTES) || spare.broken().is_some()
-    })
-}
-
-/// The store is one more that takes each piece; the first copies of directories only where it has
-/// nothing of them.
-fn store_piece(piece: &Piece, store: Option<&Sink>, incomplete: bool) {
-    let first_copy = matches!(piece, Piece::Copies(_));
-    if let Some(store) = store.filter(|_| !first_copy || incomplete) {
-        store.piece(piece);
-    }
-}
-
-/// Sends a piece to whom it is for. A broken stream is reported by the reader of its answers.
-fn send_to_all(piece: &Piece, spares: &BTreeMap<NodeId, Sender>, incomplete: &BTreeSet<NodeId>) {
-    let copies = matches!(piece, Piece::Copies(_));
-    for (node, spare) in spares {
-        if !copies || incomplete.contains(node) {
-            let _ = piece.send(spare);
-        }
     }
 }
 

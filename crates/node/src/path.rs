@@ -41,7 +41,7 @@ impl Primary {
             return;
         };
         let node = heir.node;
-        if let Some(spare) = self.maker.spares.get(&node) {
+        if let Some(spare) = self.maker.takers.spares.get(&node) {
             // A broken stream is reported by the reader of its answers.
             let _ = spare.open_path();
             self.through = Some(Through { node, is_open: false });
@@ -53,7 +53,7 @@ impl Primary {
         let Some(through) = self.through.as_mut().filter(|through| through.node == node) else {
             return Ok(());
         };
-        let Some(spare) = self.maker.spares.get(&node) else { return Ok(()) };
+        let Some(spare) = self.maker.takers.spares.get(&node) else { return Ok(()) };
         let Some(gate) = self.maker.gate() else { return Ok(()) };
         if self.reach.get(&node).is_none_or(|reach| reach.stream != stream) {
             return Ok(());

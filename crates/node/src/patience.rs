@@ -35,6 +35,9 @@ impl Patience {
             Obstacle::SlowSpare => {
                 (ROOM, "a spare takes checkpoints slower than they come".to_owned())
             }
+            Obstacle::SlowStore => {
+                (ROOM, "$TMPDIR takes what is to be stored slower than it comes".to_owned())
+            }
             Obstacle::Passing(what) => {
                 let wait = self.wait;
                 self.wait = (wait * 2).min(LONGEST);
@@ -109,6 +112,17 @@ mod tests {
         assert_eq!(text.as_deref(), Some("something else"));
         patience.taken();
         assert_eq!(patience.met(&obstacle, now), (FIRST, None));
+    }
+
+    #[test]
+    fn who_is_slow_is_named() {
+        let said = |obstacle| {
+            let (mut patience, start) = (Patience::default(), Instant::now());
+            assert_eq!(patience.met(&obstacle, start), (ROOM, None));
+            patience.met(&obstacle, start + SILENT).1.unwrap_or_default()
+        };
+        assert!(said(Obstacle::SlowSpare).starts_with("a spare "));
+        assert!(said(Obstacle::SlowStore).starts_with("$TMPDIR "));
     }
 
     #[test]

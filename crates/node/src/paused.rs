@@ -58,7 +58,7 @@ impl Primary {
 
     /// No spare can take over from now on. They may join anew.
     pub fn let_spares_go(&mut self, text: &str) {
-        let spares: Vec<NodeId> = self.maker.spares.keys().copied().collect();
+        let spares: Vec<NodeId> = self.maker.takers.spares.keys().copied().collect();
         for node in spares {
             if let Some(spare) = self.leave(node) {
                 let goodbye = Goodbye { code: GoodbyeCode::Dropped, text: text.to_owned() };
@@ -77,13 +77,13 @@ impl Primary {
             return None;
         }
         // Only the store wants one.
-        let wait = self.maker.store.as_ref().map(Sink::wants_in);
+        let wait = self.maker.takers.store.as_ref().map(Sink::wants_in);
         let wait = wait.unwrap_or(Duration::MAX).min(self.settings.epoch());
         (!wait.is_zero()).then_some(wait)
     }
 
     /// There is no spare.
     pub fn is_alone(&self) -> bool {
-        self.maker.all_spares().next().is_none()
+        self.maker.takers.all_spares().next().is_none()
     }
 }

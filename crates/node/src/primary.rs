@@ -136,7 +136,7 @@ impl Primary {
     /// Tracks what the guest touches, if somebody keeps it.
     fn track(&self) -> Option<Tracking> {
         let every = self.settings.store.as_ref()?.track;
-        let sink = self.maker.store.as_ref()?.touches();
+        let sink = self.maker.takers.store.as_ref()?.touches();
         (!every.is_zero()).then(|| Tracking::start(every, sink, &self.agent.reporter)).flatten()
     }
 
@@ -147,7 +147,7 @@ impl Primary {
         if self.maker.network.is_some() {
             self.door = Door::watch(&self.init).context("watch the guest's connections begin")?;
         }
-        self.maker.store = crate::stored::start(&self.agent, &self.settings);
+        self.maker.takers.store = crate::stored::start(&self.agent, &self.settings);
         self.maker.tracking = self.track();
         let mut next = Instant::now() + self.settings.epoch();
         loop {
@@ -225,7 +225,8 @@ impl Primary {
             self.agent.reporter.copying(done, all);
         }
         // Nobody expects a first checkpoint to be quick.
-        let first = self.committed == Epoch(0) && *obstacle == Obstacle::SlowSpare;
+        let first = self.committed == Epoch(0)
+            && matches!(obstacle, Obstacle::SlowSpare | Obstacle::SlowStore);
         if let Some(why) = told.filter(|_| !first && !self.is_alone()) {
             self.told_late = true;
             self.agent.reporter.late(&why, self.committed.0);
@@ -313,7 +314,7 @@ impl Primary {
     }
 
     pub fn count_spares(&self) {
-        self.agent.face().spares = self.maker.all_spares().count();
+        self.agent.face().spares = self.maker.takers.all_spares().count();
     }
 
     /// Whether packets can pass through this spare at all.
@@ -372,7 +373,7 @@ impl Primary {
             Action::BecomeUnprotected => self.unprotected(),
             Action::Fence(cause) => return self.fence(cause),
             Action::TellGuestDied => {
-                for spare in self.maker.all_spares() {
+                for spare in self.maker.takers.all_spares() {
                     let _ = spare.guest_died();
                 }
             }
@@ -431,7 +432,7 @@ impl Primary {
             // What waited for the last checkpoint has left.
             network.withdraw().context("withdraw the service address")?;
         }
-        if let Some(spare) = self.maker.spares.get(&to) {
+        if let Some(spare) = self.maker.takers.spares.get(&to) {
             let _ = spare.offer_switchover(offer);
         }
         Ok(())
@@ -478,7 +479,7 @@ impl Primary {
             }
         };
         let entries: Vec<MemberEntry> = members.iter().map(entry).collect();
-        for spare in self.maker.all_spares() {
+        for spare in self.maker.takers.all_spares() {
             let _ = spare.members(&entries);
         }
     }
@@ -519,7 +520,7 @@ impl Primary {
 
     fn say_goodbye(&self, code: GoodbyeCode, text: &str) {
         let goodbye = Goodbye { code, text: text.to_owned() };
-        for spare in self.maker.all_spares() {
+        for spare in self.maker.takers.all_spares() {
             let _ = spare.goodbye(&goodbye);
         }
     }
@@ -528,7 +529,7 @@ impl Primary {
     /// end would take over.
     fn last_words(&self) {
         let deadline = Instant::now() + LAST_WORDS;
-        let waiting = || self.maker.all_spares().any(|spare| spare.broken().is_none());
+        let waiting = || self.maker.takers.all_spares().any(|spare| spare.broken().is_none());
         while waiting() && Instant::now() < deadline {
             std::thread::sleep(AGAIN);
         }
@@ -545,7 +546,7 @@ impl Primary {
         let killed = libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL;
         if killed {
             self.agent.brain.tell(Event::GuestDied);
-            for spare in self.maker.all_spares() {
+            for spare in self.maker.takers.all_spares() {
                 let _ = spare.guest_died();
             }
             self.say_goodbye(GoodbyeCode::SteppedDown, "the guest was killed");

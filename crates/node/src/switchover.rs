@@ -205,7 +205,7 @@ impl Primary {
 
     /// No spare is fit; nothing has been changed.
     pub fn switchover_impossible(&mut self) {
-        let why = if self.maker.spares.is_empty() {
+        let why = if self.maker.takers.spares.is_empty() {
             "no spare is connected: start one with `hotspare spare`, wait for `protected`"
         } else {
             "no spare has a complete ghost yet: wait for `protected`, then try again"

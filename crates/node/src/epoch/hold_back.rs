@@ -13,11 +13,8 @@ use hotspare_process::guest::Guest;
 use hotspare_process::objects::error::ObjectResult;
 use hotspare_process::pages::PageRun;
 
-use super::{
-    EpochMaker, Obstacle, Open, PAUSE_PRIORITY, files_failed, has_room, send_to_all, store_piece,
-};
+use super::{EpochMaker, Obstacle, Open, PAUSE_PRIORITY, files_failed};
 use crate::outgoing::PIECE_BYTES;
-use crate::stored::Sink;
 
 /// Longest time that the guest stands still at once.
 const MOMENT: Duration = Duration::from_millis(15);
@@ -52,8 +49,8 @@ enum Moment {
     CaughtUp,
     /// There is more to copy.
     Over,
-    /// A spare takes things slower than they come.
-    NoRoom,
+    /// Things come faster than somebody takes them.
+    NoRoom(Obstacle),
 }
 
 impl HeldBack {
@@ -75,24 +72,23 @@ impl HeldBack {
 impl EpochMaker {
     /// Holds the guest still for a moment to copy and send; `None` once nothing is left.
     pub(super) fn hold_back(&mut self) -> ObjectResult<Option<Obstacle>> {
-        let Self { guest, open, spares, incomplete, store, store_incomplete, .. } = self;
+        let Self { guest, open, takers, .. } = self;
         let Some(open) = open else { return Ok(None) };
         let began = Instant::now();
         open.held_back.since.get_or_insert(began);
         let send = |open: &mut Open| {
-            let mut sent = Sent { something: false, all: false };
-            let room = || has_room(spares) && store.as_ref().is_none_or(Sink::has_room);
-            while room() && !sent.all {
-                match open.outgoing.next().map_err(files_failed)? {
-                    Some(piece) => {
-                        send_to_all(&piece, spares, incomplete);
-                        store_piece(&piece, store.as_ref(), *store_incomplete);
-                        sent.something = true;
-                    }
-                    None => sent.all = true,
+            let mut sent = Sent::default();
+            loop {
+                sent.without_room = takers.without_room();
+                if sent.without_room.is_some() {
+                    return Ok(sent);
                 }
+                let Some(piece) = open.outgoing.next().map_err(files_failed)? else {
+                    return Ok(sent);
+                };
+                takers.send(&piece);
+                sent.something = true;
             }
-            Ok(sent)
         };
         let urgent = Urgent::begin(PAUSE_PRIORITY);
         let moment = guest.freeze(|guest| copy_for_a_moment(guest, open, send));
@@ -100,7 +96,7 @@ impl EpochMaker {
         open.held_back.stood += began.elapsed();
         match moment?? {
             Moment::CaughtUp => Ok(None),
-            Moment::NoRoom => Ok(Some(Obstacle::SlowSpare)),
+            Moment::NoRoom(obstacle) => Ok(Some(obstacle)),
             Moment::Over => {
                 let run = open.held_back.run_after(guest.backlog_pages());
                 guest.pump(&[], run)?;
@@ -111,10 +107,12 @@ impl EpochMaker {
 }
 
 /// What became of what waited.
+#[derive(Default)]
 struct Sent {
     /// A piece was sent.
     something: bool,
-    all: bool,
+    /// Who keeps the rest waiting; if nobody, nothing waits any more.
+    without_room: Option<Obstacle>,
 }
 
 fn copy_for_a_moment(
@@ -129,15 +127,18 @@ fn copy_for_a_moment(
     loop {
         let sent = send(open)?;
         sent_something |= sent.something;
-        if sent.all && guest.backlog_pages() == 0 {
+        if sent.without_room.is_none() && guest.backlog_pages() == 0 {
             return Ok(Moment::CaughtUp);
         }
-        if Instant::now() > end {
-            return Ok(if sent_something { Moment::Over } else { Moment::NoRoom });
-        }
-        if !sent.all {
-            std::thread::sleep(LOOK);
-            continue;
+        let is_over = Instant::now() > end;
+        match sent.without_room {
+            Some(obstacle) if is_over && !sent_something => return Ok(Moment::NoRoom(obstacle)),
+            _ if is_over => return Ok(Moment::Over),
+            Some(_) => {
+                std::thread::sleep(LOOK);
+                continue;
+            }
+            None => {}
         }
         let mut runs = Vec::new();
         guest.precopy(PIECE_BYTES, &mut runs)?;
