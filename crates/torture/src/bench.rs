@@ -3,11 +3,14 @@
 
 mod failover;
 mod latency;
+mod scale;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
+
+use serde::Serialize;
 
 use crate::Lab;
 use crate::clients::{ClientError, Connection, LaneRecord, Load, Outcome, Pace, Protocol, Session};
@@ -18,6 +21,7 @@ use crate::protected::{Engine, HANG, wait_for_service};
 
 pub use self::failover::{FailoverBench, FailoverResult, Victim, failover};
 pub use self::latency::{LatencyBench, LatencyResult, Met, SERVERS, latency};
+pub use self::scale::{ScaleBench, ScaleResult, scale};
 
 const PORT: u16 = 6379;
 const VALUE_BYTES: usize = 72;
@@ -47,7 +51,7 @@ pub struct PauseBench {
 }
 
 /// Mean, median, 99th percentile and maximum.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Spread {
     /// The mean.
     pub mean: f64,
@@ -75,7 +79,7 @@ impl Spread {
 }
 
 /// One load and what it met.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Measured {
     /// Every number of the `epoch` events: pause and parts in µs, bytes, pages, by name.
     pub epochs: BTreeMap<String, Spread>,
@@ -88,7 +92,7 @@ pub struct Measured {
 }
 
 /// What was measured.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct PauseResult {
     /// Requests at a fixed rate.
     pub steady: Measured,
@@ -244,7 +248,7 @@ fn epoch_after(primary: &Process, instant: Instant) -> Result<(), LabError> {
         later += usize::from(line.at > instant && numbers(&line.text).is_some());
         (later == 3).then_some(())
     });
-    let what = "a checkpoint of the filled Redis".to_owned();
+    let what = "a checkpoint of all that".to_owned();
     found.ok_or(LabError::Deadline { what, waited: FILL_AT_MOST })
 }
 

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::Host;
 use crate::clock::Instant;
@@ -57,7 +57,7 @@ pub enum Event {
 }
 
 /// A takeover, as the new primary tells it.
-#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Failover {
     /// From the last sign of life of the primary to the decision.
     pub detect_ms: f64,

@@ -1,5 +1,6 @@
 //! `cargo xtask bench failover`.
 
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -8,11 +9,17 @@ use hotspare_torture::bench::{
     FailoverBench, FailoverResult, PauseBench, Spread, Victim, failover,
 };
 
-use super::{Table, finish, provenance, wrapped};
+use serde_json::json;
+
+use super::against::{Case, Figures, compare};
+use super::plot::{Axis, Curve, Panel, Plot};
+use super::report::{Common, Report, Table, wrapped};
 use crate::tree;
 
 #[derive(Debug, Args)]
 pub struct FailoverArguments {
+    #[command(flatten)]
+    common: Common,
     /// Numbers of keys
     #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000,1000000,10000000")]
     keys: Vec<u64>,
@@ -32,54 +39,141 @@ pub struct FailoverArguments {
     /// than a few hundred answered on each of its eight connections
     #[arg(long, default_value_t = 1000.0)]
     rate: f64,
-    /// Puts the table into docs/benchmarks.md
-    #[arg(long)]
-    write: bool,
 }
+
+impl FailoverArguments {
+    pub fn with(common: Common) -> FailoverArguments {
+        FailoverArguments {
+            common,
+            keys: vec![1000, 10_000, 100_000, 1_000_000, 10_000_000],
+            dies: vec![Victim::Host],
+            guarantee: "timeline".to_owned(),
+            count: 10,
+            epoch_ms: 100,
+            rate: 1000.0,
+        }
+    }
+
+    fn keys(&self) -> &[u64] {
+        if self.common.quick { &[1000] } else { &self.keys }
+    }
+
+    fn count(&self) -> usize {
+        if self.common.quick { 1 } else { self.count }
+    }
+
+    fn bench(&self, hotspare: &Path, keys: u64, victim: Victim) -> FailoverBench {
+        let bed = PauseBench {
+            hotspare: Some(hotspare.to_owned()),
+            spare: true,
+            more: vec!["--guarantee".into(), self.guarantee.clone()],
+            keys,
+            writes: 0.1,
+            rate_per_s: self.rate,
+            epoch: Duration::from_millis(self.epoch_ms),
+            length: Duration::from_secs(1),
+        };
+        FailoverBench { bed, victim }
+    }
+}
+
+const COLUMNS: [&str; 9] = [
+    "keys",
+    "dies",
+    "times",
+    "clients wait",
+    "detect",
+    "apply",
+    "finalise",
+    "address",
+    "requests failed",
+];
 
 /// Kills and prints what it took.
 pub fn failovers(arguments: &FailoverArguments) -> Result<()> {
+    if let Some(rev) = &arguments.common.against {
+        return compare("failover", &arguments.common, rev, &cases(arguments));
+    }
     let hotspare = tree::build_hotspare()?;
-    let mut table = Table::new(&[
-        "keys",
-        "dies",
-        "times",
-        "clients wait",
-        "detect",
-        "apply",
-        "finalise",
-        "address",
-        "requests failed",
-    ]);
-    for &keys in &arguments.keys {
+    let mut report = Report::new("failover", &arguments.common)?;
+    let mut table = Table::new(&COLUMNS);
+    let mut all = Vec::new();
+    for &keys in arguments.keys() {
         for &victim in &arguments.dies {
-            let bed = PauseBench {
-                hotspare: Some(hotspare.clone()),
-                spare: true,
-                more: vec!["--guarantee".into(), arguments.guarantee.clone()],
-                keys,
-                writes: 0.1,
-                rate_per_s: arguments.rate,
-                epoch: Duration::from_millis(arguments.epoch_ms),
-                length: Duration::from_secs(1),
-            };
-            let bench = FailoverBench { bed, victim };
-            let results = (0..arguments.count).map(|_| Ok(failover(&bench)?));
-            row(&mut table, keys, victim, &results.collect::<Result<Vec<_>>>()?);
+            let bench = arguments.bench(&hotspare, keys, victim);
+            let results = (0..arguments.count()).map(|_| Ok(failover(&bench)?));
+            let results = results.collect::<Result<Vec<_>>>()?;
+            row(&mut table, keys, victim, &results);
+            let of = json!({ "keys": keys, "dies": victim.to_string(),
+                "guarantee": arguments.guarantee });
+            report.add(of, &results)?;
+            all.push((keys, victim, results));
         }
     }
+    report.plot(plot(arguments, &all));
     let about = format!(
         "Redis, values of 72 bytes, `--guarantee {}`, under {} requests a second on 8 connections, \
          a tenth of them writes. Clients wait: the longest time without any reply around the \
          death. Detect begins with the last sign of life. ms, p50 / p99 / max.",
         arguments.guarantee, arguments.rate
     );
-    let text = format!("{}\n{}\n{}", provenance()?, wrapped(&about), table.text);
+    let text = format!("{}\n{}", wrapped(&about), table.text);
     let place = match arguments.guarantee.as_str() {
         "timeline" => "failover",
         _ => "unnoticed failover",
     };
-    finish(place, &text, arguments.write)
+    report.finish(place, &text)
+}
+
+/// One panel for each who dies.
+fn plot(arguments: &FailoverArguments, all: &[(u64, Victim, Vec<FailoverResult>)]) -> Plot {
+    let panel = |victim: &Victim| {
+        let curve = |name: &str, of: fn(&FailoverResult) -> f64| Curve {
+            name: name.to_owned(),
+            points: all
+                .iter()
+                .filter(|(_, died, _)| died == victim)
+                .map(|(keys, _, results)| {
+                    (*keys as f64, Spread::of(results.iter().map(of).collect()).p50)
+                })
+                .collect(),
+        };
+        Panel {
+            x: Axis::log("keys of 72 bytes"),
+            y: Axis::log(&format!("ms, p50, when the {victim} dies")),
+            curves: vec![
+                curve("clients wait", |one| one.outage_ms),
+                curve("detect", |one| one.failover.detect_ms),
+                curve("apply", |one| one.failover.apply_ms),
+                curve("finalise", |one| one.failover.finalise_ms),
+                curve("address", |one| one.failover.address_ms),
+            ],
+        }
+    };
+    Plot {
+        name: "keys".to_owned(),
+        title: format!("Takeovers of a Redis over its size, {}", arguments.guarantee),
+        about: "medians; both scales logarithmic".to_owned(),
+        panels: arguments.dies.iter().map(panel).collect(),
+    }
+}
+
+fn cases(arguments: &FailoverArguments) -> Vec<Case<'_>> {
+    let deaths = arguments
+        .keys()
+        .iter()
+        .flat_map(|keys| arguments.dies.iter().map(move |victim| (*keys, *victim)));
+    let case = |(keys, victim): (u64, Victim)| Case {
+        name: format!("{keys} keys, the {victim} dies"),
+        measure: Box::new(move |hotspare: &Path| {
+            let result = failover(&arguments.bench(hotspare, keys, victim))?;
+            Ok(Figures::from([
+                ("clients wait ms".to_owned(), result.outage_ms),
+                ("finalise ms".to_owned(), result.failover.finalise_ms),
+            ]))
+        }),
+    };
+    deaths.map(case).collect()
 }
 
 fn row(table: &mut Table, keys: u64, victim: Victim, results: &[FailoverResult]) {

@@ -8,11 +8,17 @@ use clap::Args;
 use hotspare_torture::bench::{LatencyBench, LatencyResult, Met, SERVERS, latency};
 use hotspare_torture::programs::build_examples;
 
-use super::{Table, finish, provenance, wrapped};
+use serde_json::json;
+
+use super::against::{Case, Figures, compare};
+use super::plot::{Axis, Curve, Panel, Plot};
+use super::report::{Common, Report, Table, wrapped};
 use crate::tree;
 
 #[derive(Debug, Args)]
 pub struct LatencyArguments {
+    #[command(flatten)]
+    common: Common,
     /// Only these servers
     #[arg(long = "server", value_parser = SERVERS)]
     servers: Vec<String>,
@@ -23,56 +29,105 @@ pub struct LatencyArguments {
     #[arg(long, default_value_t = 100)]
     epoch_ms: u64,
     /// Seconds measured for each load
-    #[arg(long, default_value_t = 5)]
-    seconds: u64,
+    #[arg(long, default_value_t = 5.0)]
+    seconds: f64,
     /// How often everything is measured
     #[arg(long, default_value_t = 1)]
     rounds: usize,
     /// Leaves out `timeline`
     #[arg(long)]
     no_timeline: bool,
-    /// Puts the table into docs/benchmarks.md
-    #[arg(long)]
-    write: bool,
+}
+
+const COLUMNS: [&str; 9] = [
+    "server",
+    "guarantee",
+    "seldom: ms mean / p50 / p99 / max",
+    "half load: ms mean / p50 / p99 / max",
+    "half load: replies/s",
+    "saturated: replies/s",
+    "loss",
+    "saturated: ms p50 / p99",
+    "agents' CPU %",
+];
+
+const COLUMNS_OF_PARTS: [&str; 12] = [
+    "server",
+    "guarantee",
+    "checkpoints/s",
+    "commit ms",
+    "pause",
+    "stop",
+    "registers",
+    "scan",
+    "objects",
+    "copy",
+    "resume",
+    "bytes",
+];
+
+impl LatencyArguments {
+    pub fn with(common: Common) -> LatencyArguments {
+        LatencyArguments {
+            common,
+            servers: vec![],
+            connections: 64,
+            epoch_ms: 100,
+            seconds: 5.0,
+            rounds: 1,
+            no_timeline: false,
+        }
+    }
+
+    fn chosen(&self) -> impl Iterator<Item = &'static str> + '_ {
+        let all = if self.common.quick { &SERVERS[..1] } else { &SERVERS[..] };
+        let named = |server: &&'static str| self.servers.iter().any(|name| name == *server);
+        all.iter().copied().filter(move |server| self.servers.is_empty() || named(server))
+    }
+
+    fn bench(
+        &self,
+        server: &'static str,
+        hotspare: &Path,
+        guarantee: Option<&str>,
+        unprotected_per_s: Option<f64>,
+    ) -> LatencyBench {
+        let words = |guarantee: &str| vec!["--guarantee".to_owned(), guarantee.to_owned()];
+        let seconds = if self.common.quick { 0.3 } else { self.seconds };
+        LatencyBench {
+            server,
+            protection: guarantee.map(|guarantee| (hotspare.to_owned(), words(guarantee))),
+            connections: if self.common.quick { 4 } else { self.connections },
+            unprotected_per_s,
+            epoch: Duration::from_millis(self.epoch_ms),
+            length: Duration::from_secs_f64(seconds),
+        }
+    }
 }
 
 /// Measures each server unprotected, protected, and unprotected again.
 pub fn latencies(arguments: &LatencyArguments) -> Result<()> {
-    let hotspare = tree::build_hotspare()?;
     build_examples().context("build the examples")?;
-    let mut table = Table::new(&[
-        "server",
-        "guarantee",
-        "seldom: ms mean / p50 / p99 / max",
-        "half load: ms mean / p50 / p99 / max",
-        "half load: replies/s",
-        "saturated: replies/s",
-        "loss",
-        "saturated: ms p50 / p99",
-        "agents' CPU %",
-    ]);
-    let mut parts = Table::quiet(&[
-        "server",
-        "guarantee",
-        "checkpoints/s",
-        "commit ms",
-        "pause",
-        "stop",
-        "registers",
-        "scan",
-        "objects",
-        "copy",
-        "resume",
-        "bytes",
-    ]);
-    let chosen = |server: &&&'static str| {
-        arguments.servers.is_empty() || arguments.servers.iter().any(|name| name == **server)
-    };
-    for server in SERVERS.iter().filter(chosen) {
+    if let Some(rev) = &arguments.common.against {
+        return compare("latency", &arguments.common, rev, &cases(arguments));
+    }
+    let hotspare = tree::build_hotspare()?;
+    let mut report = Report::new("latency", &arguments.common)?;
+    let (mut table, mut parts) = (Table::new(&COLUMNS), Table::quiet(&COLUMNS_OF_PARTS));
+    let mut all = Vec::new();
+    for server in arguments.chosen() {
         for _ in 0..arguments.rounds {
-            rows(&mut table, &mut parts, server, &hotspare, arguments)?;
+            for (guarantee, result, loss) in rows(server, &hotspare, arguments)? {
+                row(&mut table, server, guarantee, &result, loss);
+                if !guarantee.starts_with("none") {
+                    parts.row(parts_of(server, guarantee, &result.saturated));
+                }
+                report.add(json!({ "server": server, "guarantee": guarantee }), &result)?;
+                all.push((server, guarantee, result));
+            }
         }
     }
+    report.plot(plot(&all));
     let about = format!(
         "Values and pages of 64 bytes, half of the requests to stores are writes; a checkpoint at \
          the latest every {} ms. Seldom: one connection, 50 requests a second. Half load: {} \
@@ -86,33 +141,24 @@ pub fn latencies(arguments: &LatencyArguments) -> Result<()> {
     );
     println!("\n{}", parts.text);
     let text = format!(
-        "{}\n{}\n{}\nCheckpoints under the highest load, p50 / p99; pause and parts in µs, \
+        "{}\n{}\nCheckpoints under the highest load, p50 / p99; pause and parts in µs, \
          commit from the stop of the guest until it is acknowledged:\n\n{}",
-        provenance()?,
         wrapped(&about),
         table.text,
         parts.text
     );
-    finish("latency", &text, arguments.write)
+    report.finish("latency", &text)
 }
 
+/// Unprotected, under each guarantee, unprotected again; with the part of the throughput that is
+/// lost.
 fn rows(
-    table: &mut Table,
-    parts: &mut Table,
     server: &'static str,
     hotspare: &Path,
     arguments: &LatencyArguments,
-) -> Result<()> {
+) -> Result<Vec<(&'static str, LatencyResult, Option<f64>)>> {
     let measure = |guarantee: Option<&str>, unprotected_per_s| {
-        let words = |guarantee: &str| vec!["--guarantee".to_owned(), guarantee.to_owned()];
-        let bench = LatencyBench {
-            server,
-            protection: guarantee.map(|guarantee| (hotspare.to_owned(), words(guarantee))),
-            connections: arguments.connections,
-            unprotected_per_s,
-            epoch: Duration::from_millis(arguments.epoch_ms),
-            length: Duration::from_secs(arguments.seconds),
-        };
+        let bench = arguments.bench(server, hotspare, guarantee, unprotected_per_s);
         latency(&bench).with_context(|| format!("measure {server}"))
     };
     let before = measure(None, None)?;
@@ -124,15 +170,68 @@ fn rows(
     };
     let after = measure(None, Some(all))?;
     let mean = (all + after.saturated.replies_per_s) / 2.0;
-    row(table, server, "none, before", &before, None);
-    row(table, server, "output-commit", &committed, Some(mean));
-    parts.row(parts_of(server, "output-commit", &committed.saturated));
-    if let Some(timeline) = timeline {
-        row(table, server, "timeline", &timeline, Some(mean));
-        parts.row(parts_of(server, "timeline", &timeline.saturated));
+    let mut rows = vec![("none, before", before, None), ("output-commit", committed, Some(mean))];
+    rows.extend(timeline.map(|timeline| ("timeline", timeline, Some(mean))));
+    rows.push(("none, after", after, None));
+    Ok(rows)
+}
+
+/// One place for each server.
+fn plot(all: &[(&'static str, &'static str, LatencyResult)]) -> Plot {
+    let mut servers: Vec<String> = all.iter().map(|(server, ..)| (*server).to_owned()).collect();
+    servers.dedup();
+    let mut guarantees: Vec<&str> = all.iter().map(|(_, guarantee, _)| *guarantee).collect();
+    guarantees.sort_unstable();
+    guarantees.dedup();
+    let panel = |y: Axis, of: fn(&LatencyResult) -> f64| {
+        let curve = |guarantee: &&str| Curve {
+            name: (*guarantee).to_owned(),
+            points: all
+                .iter()
+                .filter(|(_, with, _)| with == guarantee)
+                .filter_map(|(server, _, result)| {
+                    let place = servers.iter().position(|name| name == server)?;
+                    Some((place as f64, of(result)))
+                })
+                .collect(),
+        };
+        let curves = guarantees.iter().map(curve).collect();
+        Panel { x: Axis::names("server", &servers), y, curves }
+    };
+    Plot {
+        name: "servers".to_owned(),
+        title: "Replies of five servers under each guarantee".to_owned(),
+        about: "every reply is checked; latency from when a request was due".to_owned(),
+        panels: vec![
+            panel(Axis::log("seldom: latency p50, ms"), |one| one.seldom.latency_ms.p50),
+            panel(Axis::log("half load: latency p99, ms"), |one| one.half.latency_ms.p99),
+            panel(Axis::linear("saturated: replies/s"), |one| one.saturated.replies_per_s),
+            panel(Axis::linear("saturated: agents' CPU, %"), |one| one.saturated.agents * 100.0),
+        ],
     }
-    row(table, server, "none, after", &after, None);
-    Ok(())
+}
+
+fn cases(arguments: &LatencyArguments) -> Vec<Case<'_>> {
+    let guarantees: &[&str] =
+        if arguments.no_timeline { &["output-commit"] } else { &["output-commit", "timeline"] };
+    let pairs =
+        arguments.chosen().flat_map(|server| guarantees.iter().map(move |with| (server, *with)));
+    let case = |(server, guarantee): (&'static str, &'static str)| Case {
+        name: format!("{server}, {guarantee}"),
+        measure: Box::new(move |hotspare: &Path| {
+            let result = latency(&arguments.bench(server, hotspare, Some(guarantee), None))?;
+            let mut figures = Figures::from([
+                ("seldom p50 ms".to_owned(), result.seldom.latency_ms.p50),
+                ("seldom p99 ms".to_owned(), result.seldom.latency_ms.p99),
+                ("saturated replies/s".to_owned(), result.saturated.replies_per_s),
+                ("agents' CPU %".to_owned(), result.saturated.agents * 100.0),
+            ]);
+            let pause = result.saturated.epochs.get("pause_us").copied().unwrap_or_default();
+            figures.insert("saturated pause p50 µs".to_owned(), pause.p50);
+            Ok(figures)
+        }),
+    };
+    pairs.map(case).collect()
 }
 
 fn row(

@@ -5,6 +5,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
+use serde::Serialize;
 
 use super::{PauseBench, make_bed, start_load};
 use crate::chain::signal_redis;
@@ -56,7 +57,7 @@ pub struct FailoverBench {
 }
 
 /// What it took.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize)]
 pub struct FailoverResult {
     /// As the spare tells it.
     pub failover: Failover,

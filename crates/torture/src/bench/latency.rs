@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use serde::Serialize;
+
 use super::{Spread, UNLIMITED, epochs, used_s};
 use crate::clients::{
     HttpBody, HttpLane, LaneRecord, Load, Outcome, Pace, Protocol, Reply, Session, StorePlan,
@@ -46,7 +48,7 @@ pub struct LatencyBench {
 }
 
 /// What a load has met.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Met {
     /// From when a request was due to its reply, ms; from when it was sent under the highest load.
     pub latency_ms: Spread,
@@ -62,7 +64,7 @@ pub struct Met {
 }
 
 /// What was measured.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct LatencyResult {
     /// One client that comes seldom.
     pub seldom: Met,
