@@ -181,8 +181,8 @@ fn seconds(arguments: &ScaleArguments) -> f64 {
 
 fn about(arguments: &ScaleArguments) -> String {
     format!(
-        "A program of ours (`bench/load.c`) that grows in one direction at a time; otherwise it has \
-         {MEMORY_MB} MB, writes to {PAGES_PER_S} random pages a second (8 bytes each; over the \
+        "A program of ours (`bench/load.c`) that grows in one direction at a time; otherwise it \
+         has {MEMORY_MB} MB, writes to {PAGES_PER_S} random pages a second (8 bytes each; over the \
          length of an epoch 10,000), and there is a checkpoint every {EPOCH_MS} ms. {} s for each \
          value, longer until there were 20 checkpoints. Pause p50 / p99 / max, its parts p50; CPU \
          as a part of one processor; RSS: the most so far, the first copy included.",
