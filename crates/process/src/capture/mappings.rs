@@ -43,8 +43,21 @@ pub struct ProcessCache {
 /// Changes of lines and flags so far, droppable memory.
 type Described = (u64, u64, Vec<(u64, u64)>);
 
-/// How much of the time may go into reading flags: one part in so many.
+/// How much of the time may go into reading flags, of all processes together: one part in so many.
 const FLAGS_SHARE: u32 = 100;
+
+/// When flags are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FlagsRead {
+    /// Now: this checkpoint is the last.
+    Now,
+    /// When it is the turn of the process, which has its part of the time.
+    Sparingly {
+        /// Of the guest.
+        processes: u32,
+    },
+}
+
 /// Flags that are known from elsewhere, or for good.
 const LASTING: u32 = flag::MAIN_STACK | flag::GROWS_DOWN | flag::DROPPABLE;
 
@@ -70,20 +83,32 @@ impl ProcessCache {
     /// Reads again what madvise(2) and mlock(2) leave in no line of maps, and enters it into what
     /// has just been captured. The kernel counts all pages to answer, so this is not for the
     /// pause, nor for every epoch of a large process: what changed between may arrive late, unless
-    /// this is the `last` checkpoint.
+    /// they are read now.
     pub(crate) fn refresh_flags(
         &mut self,
         pid: HostPid,
         captured: &mut AddressSpace,
-        last: bool,
+        when: FlagsRead,
     ) -> ObjectResult<()> {
         let began = Instant::now();
-        if last || self.flags_next.is_none_or(|next| next <= began) {
+        let processes = match when {
+            FlagsRead::Now => 1,
+            FlagsRead::Sparingly { processes } => processes.max(1),
+        };
+        if when == FlagsRead::Now || self.flags_next.is_none_or(|next| next <= began) {
             let used = processor_time();
             self.flags = proc_maps::flags(pid)?;
             self.flags_read += 1;
-            self.flags_next = Some(began + (processor_time() - used) * FLAGS_SHARE);
+            let all = (processor_time() - used) * processes;
+            self.flags_next = Some(began + all * FLAGS_SHARE);
+            self.enter_flags(captured);
         }
+        Ok(())
+    }
+
+    /// Enters flags that were read after the mappings were described. What was known by then
+    /// [`describe`] has entered.
+    fn enter_flags(&self, captured: &mut AddressSpace) {
         // Droppable memory is what mmap(2) made it; most advice is refused there.
         let advised = |mapping: &&mut Mapping| mapping.flags & flag::DROPPABLE == 0;
         for mapping in captured.mappings.iter_mut().filter(advised) {
@@ -93,7 +118,6 @@ impl ProcessCache {
                 mapping.protection_key = known.protection_key;
             }
         }
-        Ok(())
     }
 
     /// What was read of memory that has been mapped anew since then was said of another mapping.
@@ -305,7 +329,7 @@ mod tests {
 
     #[test]
     fn what_is_known_late_is_not_said_of_droppable_memory() {
-        let mut cache = cache(vec![known(0x1000, 0x2000, *b"rr"), known(0x2000, 0x3000, *b"rr")]);
+        let cache = cache(vec![known(0x1000, 0x2000, *b"rr"), known(0x2000, 0x3000, *b"rr")]);
         let made = flag::DROPPABLE | flag::WIPE_ON_FORK | flag::DONT_DUMP;
         let mut captured = AddressSpace {
             id: hotspare_image::memory::MmId(1),
@@ -315,7 +339,7 @@ mod tests {
             fresh: Vec::new(),
             reset: false,
         };
-        cache.refresh_flags(HostPid(1), &mut captured, false).expect("nothing is read");
+        cache.enter_flags(&mut captured);
         assert_eq!(captured.mappings[0].flags, made);
         assert_eq!(captured.mappings[1].flags, flag::RANDOM);
     }

@@ -13,6 +13,7 @@ use hotspare_kernel::thread_info::{self, Status};
 use hotspare_kernel::{HostPid, KernelError};
 use nix::time::{ClockId, clock_gettime};
 
+use super::mappings::FlagsRead;
 use super::{CheckpointRules, asleep, processes};
 use crate::guest::{Guest, Held, Thread};
 use crate::objects::error::{ObjectError, ObjectResult};
@@ -248,11 +249,16 @@ impl Guest {
     /// taken; to be called when the guest runs, or is held for good and nothing may be late any
     /// more. Where that fails, they stay as they were last.
     pub fn refresh_flags(&mut self, checkpoint: &mut Checkpoint) {
+        // The processor time that this takes is a share for all of them.
+        let when = match self.held {
+            true => FlagsRead::Now,
+            false => FlagsRead::Sparingly { processes: self.processes.len() as u32 },
+        };
         for process in self.processes.values_mut() {
             let Some(space) = &process.space else { continue };
             let mut captured = checkpoint.spaces.iter_mut();
             let Some(captured) = captured.find(|one| one.id == space.id) else { continue };
-            if let Err(error) = process.cache.refresh_flags(process.pid, captured, self.held) {
+            if let Err(error) = process.cache.refresh_flags(process.pid, captured, when) {
                 tracing::debug!(%error, pid = %process.pid, "flags of mappings not read");
             }
         }
