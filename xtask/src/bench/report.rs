@@ -103,6 +103,8 @@ pub struct Provenance {
     command: String,
     host: String,
     kernel: String,
+    /// Measured instead of the program of this tree (`$HOTSPARE_BIN`).
+    program: Option<String>,
     processor: String,
     processors: usize,
     memory_gib: u64,
@@ -136,6 +138,7 @@ impl Provenance {
             command: format!("cargo xtask {}", words.join(" ")),
             host: read("/proc/sys/kernel/hostname")?,
             kernel: read("/proc/sys/kernel/osrelease")?,
+            program: std::env::var("HOTSPARE_BIN").ok(),
             processor: model.map_or("unknown processor", |(_, name)| name).to_owned(),
             processors: models.count(),
             memory_gib: kib.unwrap_or_default().div_ceil(1 << 20),
@@ -155,6 +158,8 @@ impl Provenance {
             self.kernel,
             self.load
         );
+        let other = self.program.as_ref().map(|path| format!(" The program is {path}."));
+        let made = made + other.as_deref().unwrap_or_default();
         format!("{}`{}`\n", wrapped(&made), self.command)
     }
 }

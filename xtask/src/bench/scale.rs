@@ -72,7 +72,7 @@ impl Direction {
             Direction::Processes => "processes, asleep",
             Direction::Mappings => "mappings",
             Direction::Connections => "TCP connections, idle",
-            Direction::Epoch => "between two checkpoints, ms",
+            Direction::Epoch => "the time between two checkpoints, ms",
         }
     }
 
@@ -204,6 +204,10 @@ fn row(value: u64, result: &ScaleResult) -> Vec<String> {
     let spread = |name: &str| result.epochs.get(name).copied().unwrap_or_default();
     let pause = spread("pause_us");
     let mut cells = vec![value.to_string(), format!("{:.1}", result.epochs_per_s)];
+    if pause.count == 0 {
+        cells.push("no checkpoint in the time".to_owned());
+        return cells;
+    }
     cells.push(format!("{:.0} / {:.0} / {:.0}", pause.p50, pause.p99, pause.max));
     let parts = PARTS.iter().filter(|part| **part != "files_us");
     cells.extend(parts.map(|part| format!("{:.0}", spread(part).p50)));
