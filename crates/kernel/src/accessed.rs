@@ -9,27 +9,17 @@
 //! `/proc/PID/pagemap` first.
 
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 
+use crate::bpf::{
+    self, EXIT, Instruction, Kind, PROBE_READ_KERNEL, add, copy, function, helper, load, set,
+    skip_if_zero, store,
+};
 use crate::btf::Btf;
-use crate::error::{KernelError, Result, check};
+use crate::error::{KernelError, Result};
 use crate::ptrace::HostPid;
 use crate::shared::SharedMapping;
-
-const BPF_MAP_CREATE: libc::c_int = 0;
-const BPF_PROG_LOAD: libc::c_int = 5;
-const BPF_PROG_TEST_RUN: libc::c_int = 10;
-const BPF_PROG_TYPE_SYSCALL: u32 = 31;
-const BPF_F_SLEEPABLE: u32 = 1 << 4;
-const BPF_MAP_TYPE_ARRAY: u32 = 2;
-const BPF_F_MMAPABLE: u32 = 1 << 10;
-/// `BPF_PSEUDO_MAP_VALUE`: the address of the first value of a map.
-const MAP_VALUE: u8 = 2;
-/// `BPF_FUNC_probe_read_kernel` (linux/bpf.h): copies kernel memory, zeroes if it is not there.
-const PROBE_READ_KERNEL: i32 = 113;
-/// The helper above is for programs under the GPL; these few instructions may be used under it.
-const LICENSE: &[u8] = b"Dual BSD/GPL\0";
 
 const PAGE: usize = 4096;
 /// Pages read with one call.
@@ -40,49 +30,6 @@ const PRESENT: u64 = 1;
 const ACCESSED: u64 = 1 << 5;
 const LEAF: u64 = 1 << 7;
 const FRAME: u64 = 0x000f_ffff_ffff_f000;
-
-/// `struct bpf_insn`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Instruction {
-    code: u8,
-    registers: u8,
-    offset: i16,
-    value: i32,
-}
-
-/// The beginning of `union bpf_attr` for `BPF_PROG_LOAD`.
-#[repr(C)]
-#[derive(Default)]
-struct LoadAttributes {
-    kind: u32,
-    count: u32,
-    instructions: u64,
-    license: u64,
-    log_level: u32,
-    log_size: u32,
-    log: u64,
-    version: u32,
-    flags: u32,
-    rest: [u64; 8],
-}
-
-/// The same for `BPF_PROG_TEST_RUN`.
-#[repr(C)]
-#[derive(Default)]
-struct RunAttributes {
-    program: u32,
-    result: u32,
-    sizes: [u32; 2],
-    data: [u64; 2],
-    repeat: u32,
-    duration: u32,
-    context_size: u32,
-    context_size_out: u32,
-    context: u64,
-    context_out: u64,
-    flags: [u32; 4],
-}
 
 /// What the first program is asked and answers.
 #[repr(C)]
@@ -96,58 +43,6 @@ struct Root {
 struct Pages {
     addresses: [u64; PAGES],
 }
-
-/// The beginning of the attributes of `BPF_MAP_CREATE`.
-#[repr(C)]
-#[derive(Default)]
-struct MapAttributes {
-    kind: u32,
-    key_bytes: u32,
-    value_bytes: u32,
-    entries: u32,
-    flags: u32,
-    rest: [u32; 11],
-}
-
-const fn instruction(code: u8, to: u8, from: u8, offset: i16, value: i32) -> Instruction {
-    Instruction { code, registers: to | from << 4, offset, value }
-}
-
-const fn copy(to: u8, from: u8) -> Instruction {
-    instruction(0xbf, to, from, 0, 0)
-}
-
-const fn set(to: u8, value: i32) -> Instruction {
-    instruction(0xb7, to, 0, 0, value)
-}
-
-const fn add(to: u8, value: i32) -> Instruction {
-    instruction(0x07, to, 0, 0, value)
-}
-
-const fn load(to: u8, from: u8, offset: i16) -> Instruction {
-    instruction(0x79, to, from, offset, 0)
-}
-
-const fn store(to: u8, offset: i16, from: u8) -> Instruction {
-    instruction(0x7b, to, from, offset, 0)
-}
-
-/// Skips `count` instructions if the register is zero.
-const fn skip_if_zero(register: u8, count: i16) -> Instruction {
-    instruction(0x15, register, 0, count, 0)
-}
-
-const fn helper(number: i32) -> Instruction {
-    instruction(0x85, 0, 0, 0, number)
-}
-
-/// A function of the kernel, by its number in the kernel's types.
-const fn function(number: u32) -> Instruction {
-    instruction(0x85, 0, 2, 0, number as i32)
-}
-
-const EXIT: Instruction = instruction(0x95, 0, 0, 0, 0);
 
 /// `context.table = task_of(context.pid)->mm->pgd`.
 fn find_root(btf: &Btf) -> Option<Vec<Instruction>> {
@@ -187,9 +82,8 @@ fn find_root(btf: &Btf) -> Option<Vec<Instruction>> {
 fn read_pages(buffer: &OwnedFd) -> Vec<Instruction> {
     let mut program = vec![copy(6, 1)];
     for page in 0..PAGES {
+        program.extend(bpf::value_of(1, buffer, page * PAGE));
         program.extend([
-            instruction(0x18, 1, MAP_VALUE, 0, buffer.as_raw_fd()),
-            instruction(0, 0, 0, 0, (page * PAGE) as i32),
             set(2, PAGE as i32),
             load(3, 6, (page * 8) as i16),
             helper(PROBE_READ_KERNEL),
@@ -197,57 +91,6 @@ fn read_pages(buffer: &OwnedFd) -> Vec<Instruction> {
     }
     program.extend([set(0, 0), EXIT]);
     program
-}
-
-fn bpf(command: libc::c_int, attributes: *mut libc::c_void, bytes: usize) -> libc::c_long {
-    // SAFETY: the callers pass a structure of their own with its size, of which all that it
-    // points at outlives the call.
-    unsafe { libc::syscall(libc::SYS_bpf, command, attributes, bytes) }
-}
-
-/// Memory that the kernel shares with us.
-fn make_buffer() -> Result<OwnedFd> {
-    let mut attributes = MapAttributes {
-        kind: BPF_MAP_TYPE_ARRAY,
-        key_bytes: 4,
-        value_bytes: (PAGES * PAGE) as u32,
-        entries: 1,
-        flags: BPF_F_MMAPABLE,
-        ..MapAttributes::default()
-    };
-    let bytes = size_of::<MapAttributes>();
-    let fd = bpf(BPF_MAP_CREATE, (&raw mut attributes).cast(), bytes);
-    let fd = check("make room for page tables", fd)?;
-    // SAFETY: the kernel just gave us this descriptor.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
-}
-
-fn load_program(program: &[Instruction]) -> Result<OwnedFd> {
-    let mut attributes = LoadAttributes {
-        kind: BPF_PROG_TYPE_SYSCALL,
-        count: program.len() as u32,
-        instructions: program.as_ptr() as u64,
-        license: LICENSE.as_ptr() as u64,
-        flags: BPF_F_SLEEPABLE,
-        ..LoadAttributes::default()
-    };
-    let bytes = size_of::<LoadAttributes>();
-    let fd = bpf(BPF_PROG_LOAD, (&raw mut attributes).cast(), bytes);
-    let fd = check("load the program that reads page tables", fd)?;
-    // SAFETY: the kernel just gave us this descriptor.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
-}
-
-fn run<T>(program: &OwnedFd, context: &mut T) -> Result<()> {
-    let mut attributes = RunAttributes {
-        program: program.as_raw_fd() as u32,
-        context_size: size_of::<T>() as u32,
-        context: std::ptr::from_mut(context) as u64,
-        ..RunAttributes::default()
-    };
-    let bytes = size_of::<RunAttributes>();
-    let done = bpf(BPF_PROG_TEST_RUN, (&raw mut attributes).cast(), bytes);
-    check("read page tables", done).map(drop)
 }
 
 /// Reads page tables.
@@ -274,10 +117,10 @@ impl PageTables {
         let processor = std::fs::read_to_string("/proc/cpuinfo");
         let processor = processor.map_err(KernelError::io("read /proc/cpuinfo"))?;
         let deep = processor.split_ascii_whitespace().any(|word| word == "la57");
-        let buffer = make_buffer()?;
+        let buffer = bpf::make_buffer(PAGES * PAGE)?;
         Ok(Self {
-            find_root: load_program(&program)?,
-            read_pages: load_program(&read_pages(&buffer))?,
+            find_root: Kind::Called.load(&program)?,
+            read_pages: Kind::Called.load(&read_pages(&buffer))?,
             buffer: SharedMapping::new(buffer.as_fd(), PAGES * PAGE)?,
             levels: if deep { 5 } else { 4 },
             base: None,
@@ -288,7 +131,7 @@ impl PageTables {
     /// with what `/proc/PID/pagemap` says of it.
     pub fn root(&mut self, pid: HostPid, witness: u64) -> Result<TableRoot> {
         let mut asked = Root { pid: pid.0 as u64, table: 0 };
-        run(&self.find_root, &mut asked)?;
+        bpf::run(&self.find_root, &mut asked)?;
         if asked.table == 0 {
             return Err(KernelError::Died(pid));
         }
@@ -314,7 +157,7 @@ impl PageTables {
     /// Whether the process still has these tables: it has executed no other program.
     pub fn is_root_of(&self, pid: HostPid, root: TableRoot) -> Result<bool> {
         let mut asked = Root { pid: pid.0 as u64, table: 0 };
-        run(&self.find_root, &mut asked)?;
+        bpf::run(&self.find_root, &mut asked)?;
         Ok(asked.table == root.0)
     }
 
@@ -346,7 +189,7 @@ impl PageTables {
             // An address that is not there costs a fault, so the rest is the first once more.
             let mut pages = Pages { addresses: [chunk[0]; PAGES] };
             pages.addresses[..chunk.len()].copy_from_slice(chunk);
-            run(&self.read_pages, &mut pages)?;
+            bpf::run(&self.read_pages, &mut pages)?;
             for at in 0..chunk.len() {
                 self.buffer.read(at * PAGE, &mut bytes);
                 for (entry, bytes) in entries.iter_mut().zip(bytes.chunks_exact(8)) {

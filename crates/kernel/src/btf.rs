@@ -68,6 +68,11 @@ impl Btf {
 
     /// Where in a structure a field begins, in bytes.
     pub(crate) fn field(&self, structure: &str, field: &str) -> Option<u32> {
+        self.first_bit(structure, field).map(|bit| bit / 8)
+    }
+
+    /// Where in a structure a field begins, in bits.
+    pub(crate) fn first_bit(&self, structure: &str, field: &str) -> Option<u32> {
         let of = |&&at: &&usize| {
             self.kind(at).is_some_and(|(kind, entries)| kind == STRUCT && entries > 0)
                 && self.is_named(at, structure)
@@ -81,7 +86,7 @@ impl Btf {
             let entry = at + 12 + index * 12;
             let bits = word(&self.bytes, entry + 8)? & 0xff_ffff;
             if self.is_named(entry, field) {
-                return Some(bits / 8);
+                return Some(bits);
             }
             if word(&self.bytes, entry)? != 0 || depth == 0 {
                 return None;
@@ -93,7 +98,7 @@ impl Btf {
             if kind != STRUCT && kind != UNION {
                 return None;
             }
-            Some(bits / 8 + self.field_in(inner, field, depth - 1)?)
+            Some(bits + self.field_in(inner, field, depth - 1)?)
         })
     }
 }

@@ -2,6 +2,7 @@
 //! The host side's only unsafe code.
 
 pub mod accessed;
+mod bpf;
 mod btf;
 pub mod descriptor;
 pub mod epoll;
@@ -10,6 +11,7 @@ pub mod file_handle;
 pub mod identity;
 pub mod ipc;
 pub mod kept_file;
+pub mod marks;
 pub mod memory;
 pub mod missing;
 pub mod namespace;

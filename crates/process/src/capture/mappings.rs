@@ -7,8 +7,10 @@ use hotspare_image::memory::{AddressSpace, Backing, GuestRange, Layout, MappedFi
 use hotspare_image::tree::HostPath;
 use hotspare_kernel::HostPid;
 use hotspare_kernel::kept_file::KeptFile;
+use hotspare_kernel::marks::Watched;
 use hotspare_kernel::proc_maps::{self, Flags, MapLine};
 
+use super::known::KnownProcess;
 use super::processes::{self, Answers};
 use super::shared::SharedTable;
 use super::space::{Space, Tracked, is_shared_memory, tracked};
@@ -27,6 +29,10 @@ pub struct ProcessCache {
     pub(crate) exe: Option<HostPath>,
     pub(crate) layout: Layout,
     pub(crate) answers: Option<Answers>,
+    /// Its marks; `Some(None)` where they cannot be looked at.
+    pub(crate) watched: Option<Option<Watched>>,
+    /// What it was when it had these marks.
+    pub(crate) known: Option<KnownProcess>,
     /// Whether the first thread may gain privileges, its seccomp mode and number of filters.
     pub(crate) confined: Option<(bool, u32, u32)>,
     /// Flags as they were a while ago.
@@ -71,6 +77,8 @@ impl ProcessCache {
             exe: None,
             layout: Layout::default(),
             answers: None,
+            watched: None,
+            known: None,
             confined: None,
             flags: Vec::new(),
             flags_next: None,

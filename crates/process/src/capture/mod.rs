@@ -6,6 +6,7 @@
 
 mod anonymous;
 pub(crate) mod asleep;
+pub(crate) mod known;
 pub mod mappings;
 pub mod objects;
 pub mod processes;
@@ -34,6 +35,7 @@ use crate::pages::PageRun;
 use shared::SharedTable;
 use space::Space;
 
+pub use known::prepare_marks;
 pub use mappings::ProcessCache;
 
 /// The pause, in its named parts.
@@ -221,7 +223,9 @@ impl Guest {
         parts.stop = begin.elapsed();
         let captured = self.checkpoint_stopped(backlog_max, rules, during, &mut parts);
         rules.objects.end();
-        for space in self.processes.values().filter_map(|process| process.space.as_ref()) {
+        self.seen.clear();
+        for space in self.processes.values_mut().filter_map(|process| process.space.as_mut()) {
+            space.mappings_now = None;
             space.maps.lock().unwrap_or_else(PoisonError::into_inner).forget_ahead();
         }
         let resume = Instant::now();
@@ -255,6 +259,7 @@ impl Guest {
     ) -> ObjectResult<Option<Captured>> {
         let mut clock = Lap::start();
         self.prepare_stopped()?;
+        self.look_at_marks();
         rules.objects.begin(self);
         // Threads run calls of ours here, and the kernel may write their processor number into
         // their memory then: the scan comes after it.

@@ -56,7 +56,11 @@ impl StoppedProcesses {
             host: process.pid,
             pid: process.guest_pid,
             pidfd: process.pidfd.clone(),
-            maps: process.space.as_ref().map(|space| space.maps.clone()),
+            maps: process
+                .space
+                .as_ref()
+                .filter(|space| !space.has_same_lines())
+                .map(|space| space.maps.clone()),
         });
         Self(each.collect())
     }

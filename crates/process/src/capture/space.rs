@@ -14,6 +14,7 @@
 //! more were discarded.
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use hotspare_image::SharedBytes;
 use hotspare_image::memory::{GuestRange, MmId, PAGE_BYTES, PageOwner};
@@ -45,6 +46,10 @@ pub struct Space {
     /// How often they have changed.
     pub(crate) lines_read: u64,
     pub(crate) maps: Arc<Mutex<Maps>>,
+    /// The mark of the mappings at this stop, if it is known and still true.
+    pub(crate) mappings_now: Option<u64>,
+    /// The mark that they had when `lines` were read at a stop, and when that was.
+    lines_of: Option<(u64, Instant)>,
     /// Pages with content in private mappings of files.
     in_files: Ranges,
     anonymous: Anonymous,
@@ -129,6 +134,9 @@ pub fn is_shared_memory(line: &MapLine) -> bool {
         || line.name.starts_with("/SYSV")
 }
 
+/// How long a mapped file may go by its old name.
+const LINES_LAST: Duration = Duration::from_secs(1);
+
 const POPULATED: u64 = category::PRESENT | category::SWAPPED;
 const ANONYMOUS: Tracked = Tracked::Private { file: false };
 
@@ -182,6 +190,8 @@ impl Space {
             lines: Vec::new(),
             lines_read: 0,
             maps: Arc::new(Mutex::new(Maps::open(pid)?)),
+            mappings_now: None,
+            lines_of: None,
             in_files: Ranges::default(),
             anonymous: Anonymous::default(),
             backlog: Ranges::default(),
@@ -262,7 +272,22 @@ impl Space {
         failed.and(taken)
     }
 
+    /// Whether the mappings must be as they were when they were last read at a stop. Somebody may
+    /// have renamed a mapped file, which only reading them tells, so that is done now and then.
+    pub(crate) fn has_same_lines(&self) -> bool {
+        let same = |(mark, read): (u64, Instant)| {
+            self.mappings_now == Some(mark) && read.elapsed() < LINES_LAST
+        };
+        self.lines_of.is_some_and(same)
+    }
+
     fn read_lines(&mut self) -> ObjectResult<()> {
+        if self.stopped {
+            if self.has_same_lines() {
+                return Ok(());
+            }
+            self.lines_of = self.mappings_now.map(|mark| (mark, Instant::now()));
+        }
         let mut maps = self.maps.lock().unwrap_or_else(PoisonError::into_inner);
         if maps.read(&mut self.lines)? {
             self.lines_read += 1;

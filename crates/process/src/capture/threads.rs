@@ -181,12 +181,17 @@ fn seccomp(tid: HostPid, status: &Status) -> ObjectResult<Seccomp> {
 }
 
 fn pending(thread: &Thread, status: &Status) -> ObjectResult<Vec<QueuedSignal>> {
-    let delivered = match &thread.held {
-        Some(Held::Signal { info, .. }) if !ptrace::is_fault(info) => Some(image_of(info)),
-        _ => None,
-    };
+    let delivered = about_to_be_delivered(thread);
     let queued = if status.pending[0] == 0 { Vec::new() } else { queued(thread)? };
     Ok(delivered.into_iter().chain(queued).collect())
+}
+
+/// The signal that a thread was stopped with.
+pub(super) fn about_to_be_delivered(thread: &Thread) -> Option<QueuedSignal> {
+    match &thread.held {
+        Some(Held::Signal { info, .. }) if !ptrace::is_fault(info) => Some(image_of(info)),
+        _ => None,
+    }
 }
 
 fn image_of(info: &[u8; 128]) -> QueuedSignal {
@@ -224,23 +229,25 @@ pub(crate) fn note_restart(thread: &mut Thread, registers: &Registers) -> Option
 }
 
 /// A thread stopped inside a restartable sequence would find the sequence forgotten when it comes
-/// back from the stub, so it is sent to the abort handler as the kernel would (rseq(2)).
-fn leave_critical_section(tid: HostPid, rseq: u64) -> ObjectResult<()> {
+/// back from the stub, so it is sent to the abort handler as the kernel would (rseq(2)). Says
+/// whether its registers have changed by that.
+pub(super) fn leave_critical_section(tid: HostPid, rseq: u64) -> ObjectResult<bool> {
     if rseq == 0 {
-        return Ok(());
+        return Ok(false);
     }
     let section = read_words::<1>(tid, rseq + 8)?[0];
     if section == 0 {
-        return Ok(());
+        return Ok(false);
     }
     let [_, start, length, abort] = read_words::<4>(tid, section)?;
     let mut registers = ptrace::registers(tid)?;
-    if registers[reg::RIP].wrapping_sub(start) < length {
+    let inside = registers[reg::RIP].wrapping_sub(start) < length;
+    if inside {
         registers[reg::RIP] = abort;
         ptrace::set_registers(tid, &registers)?;
         memory::write(tid, &[(rseq + 8, 8)], &[0; 8])?;
     }
-    Ok(())
+    Ok(inside)
 }
 
 fn read_words<const N: usize>(tid: HostPid, address: u64) -> ObjectResult<[u64; N]> {

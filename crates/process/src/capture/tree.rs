@@ -8,6 +8,7 @@ use hotspare_image::tree::{
     ClockReading, GuestPid, LiveProcess, Process as ProcessImage, ProcessState,
     Thread as ThreadImage,
 };
+use hotspare_kernel::marks::Seen;
 use hotspare_kernel::remote::SLOTS;
 use hotspare_kernel::thread_info::{self, Status};
 use hotspare_kernel::{HostPid, KernelError};
@@ -54,34 +55,94 @@ impl Guest {
 
     fn capture_process(&mut self, pid: HostPid) -> ObjectResult<ProcessImage> {
         let tids = self.leader_first(pid)?;
-        let mut is_asleep =
-            |tid: &HostPid| self.threads.get_mut(tid).is_some_and(Thread::is_asleep);
-        let (mut asleep, mut awake): (Vec<_>, Vec<_>) = tids.iter().partition(|tid| is_asleep(tid));
-        let questions = self.questions(pid, &awake)?;
-        if let Some(asked) = questions.as_ref().map(|questions| questions.tid)
-            && let Some(at) = asleep.iter().position(|tid| *tid == asked)
-        {
-            awake.push(asleep.remove(at));
+        let seen = self.seen.remove(&pid);
+        let before = self.outside_before(pid, seen.as_ref())?;
+        let mut sorted = self.sort(&tids, seen.as_ref());
+        let questions = match before {
+            Some(_) => None,
+            None => self.questions(pid, &sorted.lively)?,
+        };
+        let is_new = before.is_none();
+        let answered = questions.is_some() || sorted.lively.is_empty();
+        if let Some(questions) = &questions {
+            sorted.wake(questions.tid);
         }
-        let mut waves = awake.chunks(SLOTS);
+        let mut waves = sorted.awake.chunks(SLOTS);
         let first = waves.next().map(|tids| self.begin_wave(pid, tids, questions.as_ref()));
         let first = first.transpose()?;
         // While they answer. Whatever comes of it, they have to be put back.
-        let seen = self.look_from_outside(pid, &asleep);
+        let outside = before.map_or_else(|| self.look_from_outside(pid), Ok);
+        let images = self.look_at_sleepers(&sorted.asleep);
         let first = first.map(|wave| self.end_wave(pid, wave, questions.as_ref()));
-        let Outside { status, mut live, exit_signal, mut images } = seen?;
+        let (outside, mut images) = (outside?, images?);
+        let status = &outside.status;
         if let Some(answered) = first.transpose()? {
-            self.describe_wave(&status, answered, &mut images)?;
+            self.describe_wave(status, answered, &mut images)?;
         }
-        let unknown: Vec<_> = asleep.into_iter().filter(|tid| !images.contains_key(tid)).collect();
+        let asleep = sorted.asleep.iter();
+        let unknown: Vec<_> = asleep.filter(|tid| !images.contains_key(tid)).copied().collect();
         for tids in waves.chain(unknown.chunks(SLOTS)) {
             let wave = self.begin_wave(pid, tids, questions.as_ref())?;
             let answered = self.end_wave(pid, wave, questions.as_ref())?;
-            self.describe_wave(&status, answered, &mut images)?;
+            self.describe_wave(status, answered, &mut images)?;
         }
-        live.pending = processes::pending(pid, &status)?;
-        live.threads = tids.iter().filter_map(|tid| images.remove(tid)).collect();
+        if let Some(seen) = &seen {
+            self.note_known(seen, images.iter());
+        }
+        for tid in sorted.known {
+            images.extend(self.describe_known(tid, seen.as_ref())?.map(|image| (tid, image)));
+        }
         let process = self.processes.get_mut(&pid).ok_or(KernelError::Died(pid))?;
+        if is_new {
+            process.cache.note_known(pid, seen.as_ref().filter(|_| answered), &outside);
+        }
+        self.put_together(pid, outside, tids.iter().filter_map(|tid| images.remove(tid)))
+    }
+
+    /// What was seen of a process from outside, if it must be as it was: then it has nothing to
+    /// answer either.
+    fn outside_before(
+        &mut self,
+        pid: HostPid,
+        seen: Option<&Seen>,
+    ) -> ObjectResult<Option<Outside>> {
+        let process = self.processes.get_mut(&pid).ok_or(KernelError::Died(pid))?;
+        let answers = process.cache.answers.as_ref();
+        if !answers.is_some_and(processes::Answers::last) {
+            return Ok(None);
+        }
+        process.cache.known(pid, seen)
+    }
+
+    fn sort(&mut self, tids: &[HostPid], seen: Option<&Seen>) -> Sorted {
+        let mut sorted = Sorted::default();
+        for tid in tids.iter().copied() {
+            let is_known = self.is_known(tid, seen);
+            let is_asleep = self.threads.get_mut(&tid).is_some_and(Thread::is_asleep);
+            if !is_asleep {
+                sorted.lively.push(tid);
+            }
+            match (is_known, is_asleep) {
+                (true, _) => sorted.known.push(tid),
+                (false, true) => sorted.asleep.push(tid),
+                (false, false) => sorted.awake.push(tid),
+            }
+        }
+        sorted
+    }
+
+    fn put_together(
+        &mut self,
+        pid: HostPid,
+        outside: Outside,
+        threads: impl Iterator<Item = ThreadImage>,
+    ) -> ObjectResult<ProcessImage> {
+        let Outside { status, mut live, exit_signal } = outside;
+        live.job_stopped = self.job_stop(pid);
+        live.pending = processes::pending(pid, &status)?;
+        live.threads = threads.collect();
+        let process = self.processes.get_mut(&pid).ok_or(KernelError::Died(pid))?;
+        live.mm = process.space.as_ref().map_or(MmId(0), |space| space.id);
         if let Some(answers) = process.cache.answers.clone() {
             answers.describe(&mut live, &mut process.cache.layout);
         }
@@ -95,16 +156,15 @@ impl Guest {
         })
     }
 
-    /// What can be seen of a process and of its threads that are asleep. Those to which something
-    /// may have been done that is not seen are left out.
-    fn look_from_outside(&mut self, pid: HostPid, asleep: &[HostPid]) -> ObjectResult<Outside> {
+    /// What can be seen of a process.
+    fn look_from_outside(&mut self, pid: HostPid) -> ObjectResult<Outside> {
         let status = match self.threads.get_mut(&pid) {
             Some(leader) => thread_info::status_of(pid, &mut leader.status)?,
             None => thread_info::status(pid)?,
         };
         let process = self.processes.get_mut(&pid).ok_or(KernelError::Died(pid))?;
         let cache = &mut process.cache;
-        let mut live = processes::outside(pid, &status, &mut cache.oom_score)?;
+        let live = processes::outside(pid, &status, &mut cache.oom_score)?;
         if cache.exe.is_none() {
             cache.layout = processes::layout(pid)?;
         }
@@ -118,8 +178,15 @@ impl Guest {
             let threads = self.threads.values_mut().filter(|thread| thread.process == pid);
             threads.for_each(|thread| thread.asleep = None);
         }
-        live.mm = process.space.as_ref().map_or(MmId(0), |space| space.id);
-        live.job_stopped = self.job_stop(pid);
+        Ok(Outside { status, live, exit_signal })
+    }
+
+    /// Describes threads that are asleep. Those to which something may have been done that is not
+    /// seen are left out.
+    fn look_at_sleepers(
+        &mut self,
+        asleep: &[HostPid],
+    ) -> ObjectResult<BTreeMap<HostPid, ThreadImage>> {
         let mut images = BTreeMap::new();
         for tid in asleep {
             if let Some(thread) = self.threads.get_mut(tid)
@@ -128,7 +195,7 @@ impl Guest {
                 images.insert(*tid, image);
             }
         }
-        Ok(Outside { status, live, exit_signal, images })
+        Ok(images)
     }
 
     fn job_stop(&self, pid: HostPid) -> Option<i32> {
@@ -178,12 +245,35 @@ impl Guest {
     }
 }
 
-/// See [`Guest::look_from_outside`].
-struct Outside {
-    status: Status,
-    live: LiveProcess,
-    exit_signal: i32,
-    images: BTreeMap<HostPid, ThreadImage>,
+/// Threads of a stopped process, by how they come to be described.
+#[derive(Default)]
+struct Sorted {
+    /// By their marks.
+    known: Vec<HostPid>,
+    /// They have executed nothing.
+    asleep: Vec<HostPid>,
+    /// They answer for themselves.
+    awake: Vec<HostPid>,
+    /// All that may have executed something.
+    lively: Vec<HostPid>,
+}
+
+impl Sorted {
+    /// One is to answer for its process.
+    fn wake(&mut self, tid: HostPid) {
+        for quiet in [&mut self.asleep, &mut self.known] {
+            let at = quiet.iter().position(|one| *one == tid);
+            self.awake.extend(at.map(|at| quiet.remove(at)));
+        }
+    }
+}
+
+/// What can be seen of a process from outside.
+#[derive(Clone, Debug)]
+pub(super) struct Outside {
+    pub(super) status: Status,
+    pub(super) live: LiveProcess,
+    pub(super) exit_signal: i32,
 }
 
 fn zombie(status: &Status, wait_status: i32, parent: GuestPid) -> ProcessImage {

@@ -73,11 +73,15 @@ impl Guest {
     /// Lets up to [`SLOTS`](hotspare_kernel::remote::SLOTS) threads begin to answer, one of them
     /// for the process as well. [`Guest::end_wave`] must follow.
     pub(super) fn begin_wave(
-        &self,
+        &mut self,
         pid: HostPid,
         tids: &[HostPid],
         questions: Option<&Questions>,
     ) -> ObjectResult<Wave> {
+        // What a process is asked may take mappings of ours.
+        if let Some(space) = self.processes.get_mut(&pid).and_then(|one| one.space.as_mut()) {
+            space.mappings_now = None;
+        }
         let stub = self.processes.get(&pid).and_then(|process| process.stub.as_ref());
         let stub = stub.ok_or_else(|| {
             ObjectError::transient(format!("process {pid}"), "it has no stub yet")

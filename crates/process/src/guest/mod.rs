@@ -21,9 +21,11 @@ use std::time::{Duration, Instant};
 
 use hotspare_image::memory::MmId;
 use hotspare_kernel::HostPid;
+use hotspare_kernel::marks::Seen;
 use hotspare_kernel::news::News;
 use hotspare_kernel::ptrace::{self, Stop, Waited, Whose};
 
+use crate::capture::prepare_marks;
 use crate::capture::rest::Rest;
 use crate::capture::shared::SharedTable;
 use crate::lazy::LoaderProgress;
@@ -62,6 +64,9 @@ pub struct Guest {
     vfork_refusals: u32,
     /// Memory that is still coming.
     loading: Option<Arc<LoaderProgress>>,
+    /// Marks of this stop, by process.
+    pub(crate) seen: BTreeMap<HostPid, Seen>,
+    pub(crate) marks_text: Vec<u8>,
     /// Processors forget its page tables at the next checkpoint.
     pub(crate) flushes: bool,
 }
@@ -70,6 +75,7 @@ impl Guest {
     /// Takes the single-threaded process `root`, which must not run code of its own yet, and all
     /// it will ever fork. Must be called by the thread that will own the guest.
     pub fn seize(root: HostPid) -> ObjectResult<Self> {
+        prepare_marks();
         ptrace::seize(root)?;
         let mut guest = Self::empty(root)?;
         guest.register(root)?;
@@ -105,6 +111,8 @@ impl Guest {
             next_mm: 1,
             vfork_refusals: 0,
             loading: None,
+            seen: BTreeMap::new(),
+            marks_text: Vec::new(),
             flushes: false,
         })
     }

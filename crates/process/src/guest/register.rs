@@ -14,6 +14,7 @@ use hotspare_kernel::{HostPid, pidfd};
 use super::{Guest, Held};
 use crate::capture::ProcessCache;
 use crate::capture::asleep::Asleep;
+use crate::capture::known::KnownThread;
 use crate::capture::space::Space;
 use crate::capture::threads::Answers;
 use crate::objects::error::ObjectResult;
@@ -55,6 +56,8 @@ pub struct Thread {
     pub(crate) stopped: Registers,
     /// What it is, if it has been asleep since that was found out.
     pub(crate) asleep: Option<Asleep>,
+    /// What it is, if its mark is the same.
+    pub(crate) known: Option<KnownThread>,
     /// It waits for a vfork child and cannot be stopped.
     pub(crate) in_vfork: bool,
     /// What it last said about itself.
@@ -124,6 +127,7 @@ impl Guest {
                 made_again: None,
                 stopped: [0; 27],
                 asleep: None,
+                known: None,
                 in_vfork: false,
                 answers: None,
                 status: KeptFile::of(tid, "status"),
@@ -214,6 +218,7 @@ impl Guest {
             thread.in_vfork = false;
             thread.answers = None;
             thread.asleep = None;
+            thread.known = None;
         }
         Ok(())
     }
