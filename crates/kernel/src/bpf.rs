@@ -59,6 +59,18 @@ pub(crate) const fn shift_left(to: u8, bits: i32) -> Instruction {
     instruction(0x67, to, 0, 0, bits)
 }
 
+pub(crate) const fn shift_right(to: u8, bits: i32) -> Instruction {
+    instruction(0x77, to, 0, 0, bits)
+}
+
+pub(crate) const fn shift_right_register(to: u8, by: u8) -> Instruction {
+    instruction(0x7f, to, by, 0, 0)
+}
+
+pub(crate) const fn add_register(to: u8, from: u8) -> Instruction {
+    instruction(0x0f, to, from, 0, 0)
+}
+
 pub(crate) const fn load(to: u8, from: u8, offset: i16) -> Instruction {
     instruction(0x79, to, from, offset, 0)
 }
@@ -87,6 +99,16 @@ pub(crate) const fn skip_if_zero(register: u8, count: i16) -> Instruction {
 /// Skips `count` instructions if the register, unsigned, is at most `value`.
 pub(crate) const fn skip_if_at_most(register: u8, value: i32, count: i16) -> Instruction {
     instruction(0xb5, register, 0, count, value)
+}
+
+/// Skips `count` instructions.
+pub(crate) const fn skip(count: i16) -> Instruction {
+    instruction(0x05, 0, 0, count, 0)
+}
+
+/// Skips `count` instructions unless the register is `value`.
+pub(crate) const fn skip_unless(register: u8, value: i32, count: i16) -> Instruction {
+    instruction(0x55, register, 0, count, value)
 }
 
 /// Skips `count` instructions if two registers differ.

@@ -36,8 +36,12 @@ type Mark = (Vec<u8>, Vec<u8>);
 /// Loads what marks are looked at with, if this kernel lets us; it takes tens of milliseconds and
 /// is done once. A guest is captured without it as well, in longer pauses.
 pub fn prepare_marks() {
-    if let Err(error) = Marks::load() {
-        tracing::info!(%error, "pauses are longer: changes of threads cannot be looked up");
+    let unseen = match Marks::load() {
+        Ok(marks) => marks.sockets.as_ref().err().map(|error| ("sockets", error.to_string())),
+        Err(error) => Some(("threads and sockets", error.to_string())),
+    };
+    if let Some((what, error)) = unseen {
+        tracing::info!(error, "pauses are longer: changes of {what} cannot be looked up");
     }
 }
 
@@ -49,10 +53,10 @@ impl Guest {
         for process in self.processes.values_mut() {
             let Some(space) = &mut process.space else { continue };
             if process.cache.watched.is_none() {
-                process.cache.watched = Some(marks.watch(&*process.pidfd).ok());
+                process.cache.watched = Some(marks.threads.watch(&*process.pidfd).ok());
             }
             let Some(Some(watched)) = &process.cache.watched else { continue };
-            match marks.look(watched, &mut self.marks_text) {
+            match marks.threads.look(watched, &mut self.marks_text) {
                 Ok(seen) => {
                     space.mappings_now = Some(seen.mappings);
                     self.seen.insert(process.pid, seen);

@@ -7,7 +7,7 @@ use hotspare_image::memory::{AddressSpace, Backing, GuestRange, Layout, MappedFi
 use hotspare_image::tree::HostPath;
 use hotspare_kernel::HostPid;
 use hotspare_kernel::kept_file::KeptFile;
-use hotspare_kernel::marks::Watched;
+use hotspare_kernel::marks::WatchedThreads;
 use hotspare_kernel::proc_maps::{self, Flags, MapLine};
 
 use super::known::KnownProcess;
@@ -30,7 +30,7 @@ pub struct ProcessCache {
     pub(crate) layout: Layout,
     pub(crate) answers: Option<Answers>,
     /// Its marks; `Some(None)` where they cannot be looked at.
-    pub(crate) watched: Option<Option<Watched>>,
+    pub(crate) watched: Option<Option<WatchedThreads>>,
     /// What it was when it had these marks.
     pub(crate) known: Option<KnownProcess>,
     /// Whether the first thread may gain privileges, its seccomp mode and number of filters.

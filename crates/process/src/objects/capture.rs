@@ -340,6 +340,12 @@ impl<'a> Session<'a> {
         }
     }
 
+    /// The mark of a socket; empty where it has none.
+    fn mark(&self, index: usize) -> &[u8] {
+        let row = self.seen[index].members.first();
+        row.map_or(&[], |row| self.rows.mark(&self.rows.rows[*row]))
+    }
+
     /// Captures all descriptions that have no object yet, except sockets.
     fn take_all(&mut self, name_shared: NameShared<'_>, on_error: OnError<'_>) -> ObjectResult<()> {
         while self.objects.len() < self.seen.len() {
@@ -539,11 +545,15 @@ impl<'a> Session<'a> {
         sockets: &mut SocketCapture,
         guest: &dyn GuestView,
     ) -> ObjectResult<(FileOwner, Object)> {
-        let socket = self.owned_duplicate(index)?;
         let Header { inode, flags, .. } = self.seen[index].header;
+        if let Some(same) = sockets.same(inode, flags, self.mark(index)) {
+            return Ok(same);
+        }
+        let socket = self.owned_duplicate(index)?;
         let in_flight = &mut |file| self.name(file);
         let image = sockets.capture(socket.as_fd(), inode, guest, in_flight)?;
         let owner = sockets.owner(inode, flags, || self.owner(socket.as_fd()))?;
+        sockets.note(inode, self.mark(index), &image);
         Ok((owner, image))
     }
 

@@ -92,6 +92,25 @@ impl SocketCapture {
         Ok(owner)
     }
 
+    /// A TCP socket with the mark it had when it was captured last, and who gets its signals; none
+    /// where it is to be asked all the same.
+    pub fn same(&mut self, inode: u64, flags: u32, mark: &[u8]) -> Option<(FileOwner, Object)> {
+        let owner = *self.owners.get(&inode)?;
+        if mark.is_empty() || flags & libc::O_ASYNC as u32 != 0 {
+            return None;
+        }
+        let image = self.tcp.same(inode, mark, &mut self.options)?;
+        Some((owner, Object::Tcp(image)))
+    }
+
+    /// Keeps what was captured of a socket that had this mark when the descriptors were read, all
+    /// threads standing still.
+    pub fn note(&mut self, inode: u64, mark: &[u8], image: &Object) {
+        if let Object::Tcp(image) = image {
+            self.tcp.note(inode, mark, image);
+        }
+    }
+
     /// The next epoch reads everything, also what seldom changes and is otherwise read in turns:
     /// for a planned switchover.
     pub fn next_is_exact(&mut self) {

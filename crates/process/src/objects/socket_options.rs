@@ -331,12 +331,13 @@ struct Remembered {
 }
 
 impl Remembered {
-    fn is_fresh(&self, inode: u64, connected: bool) -> bool {
+    /// At its stop number `stops`.
+    fn is_fresh(&self, inode: u64, stops: u64, connected: bool) -> bool {
         let corked = option_value(&self.options, TCP, libc::TCP_CORK).is_some();
         // Each socket has its own turn: inode numbers, often all odd or all even, are scattered.
         let turn = inode.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        let due = (self.stops + turn).is_multiple_of(STOPS_PER_READ);
-        self.stops >= FIRST_STOPS && !due && !corked && self.connected == connected
+        let due = (stops + turn).is_multiple_of(STOPS_PER_READ);
+        stops >= FIRST_STOPS && !due && !corked && self.connected == connected
     }
 }
 
@@ -378,6 +379,20 @@ impl OptionReader {
         self.exact = exact;
     }
 
+    /// Whether the options of a socket need not be read at this stop; it counts as one that has
+    /// seen the socket then.
+    pub fn are_fresh(&mut self, inode: u64, connected: bool) -> bool {
+        let (seen, exact) = (self.epoch, self.exact);
+        let Some(remembered) = self.remembered.get_mut(&inode) else { return false };
+        let stops = remembered.stops + 1;
+        let fresh = !exact && remembered.is_fresh(inode, stops, connected);
+        if fresh {
+            (remembered.stops, remembered.seen) = (stops, seen);
+            self.from_memory = true;
+        }
+        fresh
+    }
+
     /// Options of socket `inode` that differ from a new one's. `connected` leaves out those that
     /// mean something else on a connection.
     pub fn capture(
@@ -393,7 +408,7 @@ impl OptionReader {
         if let Some(remembered) = self.remembered.get_mut(&inode) {
             (remembered.stops, remembered.seen) = (remembered.stops + 1, seen);
             stops = remembered.stops;
-            if !exact && remembered.is_fresh(inode, connected) {
+            if !exact && remembered.is_fresh(inode, stops, connected) {
                 return Ok(remembered.options.clone());
             }
         }

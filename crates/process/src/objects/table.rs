@@ -10,6 +10,9 @@
 //! `/proc/PID/fd`, which since Linux 6.2 is the number of open descriptors: the directory is read
 //! only when the count says so.
 //!
+//! A process with many TCP sockets is not asked about them one by one: their marks
+//! ([`hotspare_kernel::marks`]) tell which descriptors are what they were, and which sockets.
+//!
 //! Descriptors can only share a description when everything fdinfo says of them is equal; only
 //! those candidates are compared with kcmp(2), against one descriptor of each description that was
 //! found, by binary search in the kernel's order. That order is remembered, so that in the next
@@ -26,9 +29,10 @@ use std::os::unix::fs::FileExt;
 use hotspare_image::objects::FileId;
 use hotspare_image::tree::GuestPid;
 use hotspare_kernel::descriptor::{self, Place};
+use hotspare_kernel::marks::{Marks, SocketIdentity, SocketMark, WatchedSockets};
 use hotspare_kernel::{HostPid, KernelError};
 
-use super::class::Known;
+use super::class::{Class, Known};
 use super::error::{ObjectError, ObjectResult};
 use super::fdinfo::{self, Header};
 
@@ -54,6 +58,8 @@ pub struct Row {
     pub header: Header,
     /// The other lines: where they lie in [`Rows::text`].
     pub detail: Range<usize>,
+    /// Its socket's mark: where it lies in [`Rows::marks`]; empty where it has none.
+    pub mark: Range<usize>,
     /// Index of its open file description.
     pub file: usize,
     /// Where its description came in the kernel's order among its like in the last epoch.
@@ -67,6 +73,8 @@ pub struct Rows {
     pub rows: Vec<Row>,
     /// What fdinfo said.
     pub text: Vec<u8>,
+    /// Marks of sockets.
+    pub marks: Vec<u8>,
     // Where the rows of each process are.
     ranges: Vec<Range<usize>>,
 }
@@ -87,6 +95,11 @@ impl Rows {
     pub fn detail(&self, row: &Row) -> &[u8] {
         &self.text[row.detail.clone()]
     }
+
+    /// The mark of a row's socket; empty where it has none.
+    pub fn mark(&self, row: &Row) -> &[u8] {
+        &self.marks[row.mark.clone()]
+    }
 }
 
 /// A descriptor number we have met.
@@ -101,6 +114,18 @@ pub struct Slot {
     pub known: Option<Known>,
     /// [`Row::rank`] for the next epoch.
     pub rank: u32,
+    /// Of a TCP socket: what was read of its descriptor, which was this one.
+    socket: Option<(SocketIdentity, Header)>,
+}
+
+impl Slot {
+    fn new(fd: i32) -> Self {
+        Self { fd, info: None, file: None, known: None, rank: 0, socket: None }
+    }
+
+    fn is_socket(&self) -> bool {
+        self.known.as_ref().is_some_and(|known| known.class == Class::Socket)
+    }
 }
 
 /// What we keep of a process between epochs.
@@ -113,6 +138,10 @@ pub struct KnownTable {
     slots: Vec<Slot>,
     // How many of its threads were looked at in this round.
     checked: usize,
+    // Where its sockets' marks are seen, once it has many.
+    watched: Option<WatchedSockets>,
+    // Text of the marks.
+    marks: Vec<u8>,
 }
 
 fn open_directory(path: &str) -> ObjectResult<OwnedFd> {
@@ -124,7 +153,15 @@ impl KnownTable {
     fn new(host: HostPid) -> ObjectResult<Self> {
         let numbers = open_directory(&format!("/proc/{host}/fd"))?;
         let infos = open_directory(&format!("/proc/{host}/fdinfo"))?;
-        Ok(Self { host, numbers, infos, slots: Vec::new(), checked: 0 })
+        Ok(Self {
+            host,
+            numbers,
+            infos,
+            slots: Vec::new(),
+            checked: 0,
+            watched: None,
+            marks: Vec::new(),
+        })
     }
 
     /// `/proc/PID/fd`.
@@ -139,15 +176,21 @@ impl KnownTable {
     }
 
     /// Reads the table into `rows` as process `process`.
-    fn read(&mut self, process: usize, rows: &mut Rows) -> ObjectResult<()> {
+    fn read(&mut self, process: usize, pidfd: BorrowedFd<'_>, rows: &mut Rows) -> ObjectResult<()> {
         let first = rows.rows.len();
-        let Self { host, infos, slots, .. } = self;
+        self.watch(pidfd);
+        let Self { host, infos, slots, watched, marks, .. } = self;
+        let marks = look_at_sockets(watched, marks);
         let mut failure = None;
-        slots.retain_mut(|slot| match read_slot(*host, infos.as_fd(), slot, process, rows) {
-            Ok(open) => open,
-            Err(error) => {
-                failure.get_or_insert(error);
-                true
+        slots.retain_mut(|slot| {
+            let at = marks.binary_search_by_key(&slot.fd, |mark| mark.fd);
+            let mark = at.ok().map(|at| &marks[at]);
+            match read_marked(*host, infos.as_fd(), slot, process, mark, rows) {
+                Ok(open) => open,
+                Err(error) => {
+                    failure.get_or_insert(error);
+                    true
+                }
             }
         });
         if let Some(failure) = failure {
@@ -161,6 +204,19 @@ impl KnownTable {
         Ok(())
     }
 
+    /// From so many TCP sockets on, their marks are looked at.
+    fn watch(&mut self, pidfd: BorrowedFd<'_>) {
+        const SOCKETS_MIN: usize = 4;
+        if self.watched.is_some() {
+            return;
+        }
+        let sockets = self.slots.iter().filter(|slot| slot.is_socket()).count();
+        let Some(Ok(marks)) = Marks::loaded().map(|marks| &marks.sockets) else { return };
+        if sockets >= SOCKETS_MIN {
+            self.watched = marks.watch(&pidfd).ok();
+        }
+    }
+
     /// Reads the numbers that have no slot yet.
     fn read_new(&mut self, process: usize, rows: &mut Rows) -> ObjectResult<()> {
         let first = rows.rows.len() - self.slots.len();
@@ -171,7 +227,7 @@ impl KnownTable {
             let name = entry.map_err(KernelError::io("list descriptors"))?.file_name();
             let Some(fd) = name.to_str().and_then(|name| name.parse().ok()) else { continue };
             if self.slots[..known].binary_search_by_key(&fd, |slot| slot.fd).is_err() {
-                self.slots.push(Slot { fd, info: None, file: None, known: None, rank: 0 });
+                self.slots.push(Slot::new(fd));
             }
         }
         let mut fresh = self.slots.split_off(known);
@@ -183,6 +239,55 @@ impl KnownTable {
         rows.rows[first..].sort_by_key(|row| row.fd);
         Ok(())
     }
+}
+
+/// Marks of the sockets of a process, by number.
+fn look_at_sockets<'a>(
+    watched: &mut Option<WatchedSockets>,
+    text: &'a mut Vec<u8>,
+) -> Vec<SocketMark<'a>> {
+    let Some(process) = &watched else { return Vec::new() };
+    let Some(Ok(marks)) = Marks::loaded().map(|marks| &marks.sockets) else { return Vec::new() };
+    match marks.look(process, text) {
+        Ok(seen) => seen,
+        Err(error) => {
+            tracing::debug!(%error, "marks of sockets cannot be looked at");
+            *watched = None;
+            Vec::new()
+        }
+    }
+}
+
+/// Reads one descriptor, unless its mark tells that it is what it was; whether it is open.
+fn read_marked(
+    host: HostPid,
+    infos: BorrowedFd<'_>,
+    slot: &mut Slot,
+    process: usize,
+    mark: Option<&SocketMark<'_>>,
+    rows: &mut Rows,
+) -> Result<bool, KernelError> {
+    let start = rows.marks.len();
+    let Some(mark) = mark else {
+        slot.socket = None;
+        return read_slot(host, infos, slot, process, rows);
+    };
+    rows.marks.extend_from_slice(mark.state);
+    let at = start..rows.marks.len();
+    let known = slot.socket.filter(|(identity, _)| *identity == mark.identity);
+    if let Some((_, header)) = known {
+        let detail = rows.text.len()..rows.text.len();
+        let (fd, rank, file) = (slot.fd, slot.rank, usize::MAX);
+        rows.rows.push(Row { process, fd, header, detail, mark: at, file, rank });
+        return Ok(true);
+    }
+    slot.socket = None;
+    let open = read_slot(host, infos, slot, process, rows)?;
+    if let Some(row) = rows.rows.last_mut().filter(|_| open) {
+        slot.socket = Some((mark.identity, row.header));
+        row.mark = at;
+    }
+    Ok(open)
 }
 
 const PIDFD_THREAD: i32 = libc::PIDFD_THREAD as i32;
@@ -228,7 +333,7 @@ fn read_slot(
         .map_err(|error| KernelError::Unexpected(error.to_string()))?;
     let detail = start + at..rows.text.len();
     let (fd, rank) = (slot.fd, slot.rank);
-    rows.rows.push(Row { process, fd, header, detail, file: usize::MAX, rank });
+    rows.rows.push(Row { process, fd, header, detail, mark: 0..0, file: usize::MAX, rank });
     Ok(true)
 }
 
@@ -282,12 +387,12 @@ impl Tables {
                     entry.insert(KnownTable::new(process.host)?)
                 }
             };
-            if table.read(index, &mut rows).is_err() {
+            if table.read(index, process.pidfd, &mut rows).is_err() {
                 // Another process may have the number now: look again with nothing remembered.
                 rows.rows.truncate(start.0);
                 rows.text.truncate(start.1);
                 *table = KnownTable::new(process.host)?;
-                table.read(index, &mut rows)?;
+                table.read(index, process.pidfd, &mut rows)?;
             }
         }
         Ok(rows)

@@ -96,6 +96,14 @@ struct Known {
     seen: u64,
 }
 
+impl Known {
+    /// What a segment that leaves now would carry. The lowest bit is the unit.
+    fn timestamp_now(&self) -> ObjectResult<u32> {
+        let (offset, per_ms) = self.timestamp;
+        Ok(ticks(per_ms)?.wrapping_add(offset) & !1 | u32::from(per_ms != 1))
+    }
+}
+
 /// A connection that was seen before: what never changes.
 #[derive(Clone, Debug)]
 struct Connection {
@@ -104,10 +112,19 @@ struct Connection {
     remote: SocketAddress,
 }
 
+/// A socket as it was captured when it had a mark ([`hotspare_kernel::marks`]).
+struct Marked {
+    mark: Vec<u8>,
+    image: TcpSocket,
+    /// Last epoch it was seen in.
+    seen: u64,
+}
+
 /// Sequence numbers of the connections seen in the epochs before, by inode number.
 #[derive(Default)]
 pub struct TcpCache {
     known: HashMap<u64, Connection>,
+    marked: HashMap<u64, Marked>,
     epoch: u64,
 }
 
@@ -116,6 +133,7 @@ impl TcpCache {
     pub fn begin_epoch(&mut self) {
         let last = self.epoch;
         self.known.retain(|_, connection| connection.known.seen == last);
+        self.marked.retain(|_, marked| marked.seen == last);
         self.epoch += 1;
     }
 
@@ -127,6 +145,42 @@ impl TcpCache {
     /// Whether it knows none.
     pub fn is_empty(&self) -> bool {
         self.known.is_empty()
+    }
+
+    /// A socket whose mark is the same, unless its options are to be read at this stop.
+    pub fn same(
+        &mut self,
+        inode: u64,
+        mark: &[u8],
+        options: &mut OptionReader,
+    ) -> Option<TcpSocket> {
+        let marked = self.marked.get_mut(&inode).filter(|marked| marked.mark == mark)?;
+        let connected = matches!(marked.image.state, TcpState::Connected(_));
+        if !options.are_fresh(inode, connected) {
+            return None;
+        }
+        marked.seen = self.epoch;
+        if let TcpState::Connected(image) = &mut marked.image.state {
+            let known = &mut self.known.get_mut(&inode)?.known;
+            known.seen = self.epoch;
+            // Its clock goes on.
+            if image.timestamp.is_some() {
+                image.timestamp = Some(known.timestamp_now().ok()?);
+            }
+        }
+        Some(marked.image.clone())
+    }
+
+    /// Keeps what was captured of a socket with this mark. Of one that has ended more may be seen
+    /// at the next stop.
+    pub fn note(&mut self, inode: u64, mark: &[u8], image: &TcpSocket) {
+        let lasts = matches!(image.state, TcpState::Connected(_) | TcpState::Listening { .. });
+        if mark.is_empty() || !lasts {
+            self.marked.remove(&inode);
+            return;
+        }
+        let marked = Marked { mark: mark.to_vec(), image: image.clone(), seen: self.epoch };
+        self.marked.insert(inode, marked);
     }
 
     /// What is known of a connection, if need be by a visit; `None` if its peer never held still.
@@ -321,10 +375,8 @@ fn describe(
     let receive_next = known.receive_base.wrapping_add(info.bytes_received as u32);
     let mut sent = queues.outgoing;
     let unsent = sent.split_off(sent.len().saturating_sub(info.unsent_bytes as usize));
-    let (offset, per_ms) = known.timestamp;
     let timestamp = match has(tcp::OPTION_TIMESTAMPS) {
-        // The lowest bit is the unit.
-        true => Some(ticks(per_ms)?.wrapping_add(offset) & !1 | u32::from(per_ms != 1)),
+        true => Some(known.timestamp_now()?),
         false => None,
     };
     Ok(TcpConnection {

@@ -1,23 +1,13 @@
-//! Marks: what the kernel notes of threads and processes, as raw bytes.
-//!
-//! Nearly all that a checkpoint says of a thread is what the checkpoint before said. To find that
-//! out by asking takes a hundred system calls, and some things only the thread itself can be
-//! asked. A BPF iterator over the threads of a process (Linux 6.1) copies the fields behind those
-//! calls instead. Nobody interprets them: where all bytes are as they were, so is what they stand
-//! for. Values are compared, and not only addresses, which may be used again.
-//!
-//! The fields are found by their names in the kernel's own description of its types. A kernel that
-//! lacks one of them, or does not let us look, has no marks, and is asked as ever.
+//! Marks of threads and processes.
 
-use std::fs::File;
-use std::io::Read;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::Mutex;
 
+use super::writer::{CONTEXT, IT, THERE, Writer};
+use super::{read, unknown};
 use crate::bpf::{
-    self, EXIT, Instruction, Kind, PROBE_READ_KERNEL, SEQ_WRITE, add, and, copy, helper, load,
-    load_byte, load_word, set, shift_left, skip_if_at_most, skip_if_zero, skip_unless_equal,
-    store_byte,
+    self, EXIT, Instruction, Kind, PROBE_READ_KERNEL, add, copy, helper, load, load_word, set,
+    shift_left, skip_if_at_most, skip_if_zero, skip_unless_equal,
 };
 use crate::btf::Btf;
 use crate::error::{KernelError, Result};
@@ -27,7 +17,7 @@ use crate::ptrace::HostPid;
 const GROUPS: usize = 32;
 /// Room for a record.
 const BUFFER: usize = 8192;
-/// Fields at the head of a record, eight bytes each: see [`Marks::take`].
+/// Fields at the head of a record, eight bytes each: see [`ThreadMarks::take`].
 const HEAD: usize = 5 * 8;
 /// Inode number of the first pid namespace (linux/proc_ns.h, `PROC_PID_INIT_INO`).
 const FIRST_PID_NAMESPACE: &str = "pid:[4026531836]";
@@ -56,7 +46,7 @@ pub struct Seen {
 
 /// The program, loaded.
 #[derive(Debug)]
-pub struct Marks {
+pub struct ThreadMarks {
     program: OwnedFd,
     /// Of this many bytes after the head is the part of a thread.
     thread_bytes: usize,
@@ -67,44 +57,22 @@ pub struct Marks {
 
 /// The program, pointed at one process.
 #[derive(Debug)]
-pub struct Watched(OwnedFd);
+pub struct WatchedThreads(OwnedFd);
 
-static LOADED: OnceLock<Option<Marks>> = OnceLock::new();
-
-impl Marks {
-    /// Loads the program, once. That takes tens of milliseconds.
-    pub fn load() -> Result<&'static Self> {
-        let mut failed = None;
-        let loaded = LOADED.get_or_init(|| match Self::open() {
-            Ok(marks) => Some(marks),
-            Err(error) => {
-                failed = Some(error);
-                None
-            }
-        });
-        loaded.as_ref().ok_or_else(|| {
-            failed.unwrap_or_else(|| KernelError::Unexpected("the kernel's types".into()))
-        })
-    }
-
-    /// The program, if it was loaded.
-    pub fn loaded() -> Option<&'static Self> {
-        LOADED.get()?.as_ref()
-    }
-
-    fn open() -> Result<Self> {
+impl ThreadMarks {
+    pub(super) fn open(btf: &Btf) -> Result<Self> {
         let namespace = std::fs::read_link("/proc/self/ns/pid");
         let namespace = namespace.map_err(KernelError::io("read own pid namespace"))?;
         if namespace.as_os_str() != FIRST_PID_NAMESPACE {
             let what = "a pid namespace of its own, in which threads have other numbers";
             return Err(KernelError::Unexpected(what.into()));
         }
-        let btf = Btf::of_kernel()?;
         let buffer = bpf::make_buffer(BUFFER)?;
-        let unknown = || KernelError::Unexpected("the kernel's types of a process".into());
-        let iterator = btf.function("bpf_iter_task").ok_or_else(unknown)?;
-        let mut writer = Writer { btf: &btf, buffer: &buffer, code: Vec::new(), at: 0 };
-        let (thread_end, groups_at) = writer.write().ok_or_else(unknown)?;
+        let iterator = btf.function("bpf_iter_task").ok_or_else(|| unknown(None))?;
+        let mut writer = Writer::new(btf, &buffer);
+        let written = writer.write();
+        let missing = writer.missing.take();
+        let (thread_end, groups_at) = written.ok_or_else(|| unknown(missing))?;
         let program = Kind::Iterator(iterator).load(&writer.code)?;
         Ok(Self {
             program,
@@ -115,17 +83,13 @@ impl Marks {
     }
 
     /// Points the program at a process.
-    pub fn watch(&self, pidfd: &impl AsRawFd) -> Result<Watched> {
-        bpf::iterate_threads(&self.program, pidfd).map(Watched)
+    pub fn watch(&self, pidfd: &impl AsRawFd) -> Result<WatchedThreads> {
+        bpf::iterate_threads(&self.program, pidfd).map(WatchedThreads)
     }
 
     /// Looks at a process all of whose threads stand still. `text` is scratch space.
-    pub fn look(&self, watched: &Watched, text: &mut Vec<u8>) -> Result<Seen> {
-        text.clear();
-        let mut records = File::from(bpf::iterator(&watched.0)?);
-        let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        records.read_to_end(text).map_err(KernelError::io("read marks of a process"))?;
-        drop(turn);
+    pub fn look(&self, watched: &WatchedThreads, text: &mut Vec<u8>) -> Result<Seen> {
+        read(&watched.0, &self.turn, text)?;
         let mut seen = Seen::default();
         let mut rest = &text[..];
         while !rest.is_empty() {
@@ -160,18 +124,8 @@ impl Marks {
     }
 }
 
-/// Registers of the program: its context, the thread, what was followed to.
-const CONTEXT: u8 = 6;
-const TASK: u8 = 7;
-const THERE: u8 = 8;
-
-/// Writes the program; `at` is where in the buffer the next field goes.
-struct Writer<'a> {
-    btf: &'a Btf,
-    buffer: &'a OwnedFd,
-    code: Vec<Instruction>,
-    at: usize,
-}
+/// The thread.
+const TASK: u8 = IT;
 
 impl Writer<'_> {
     /// Returns where the part of a thread ends, and where the number of groups stands in it.
@@ -188,7 +142,7 @@ impl Writer<'_> {
         let all_bytes = (self.at - HEAD) as i32;
         // Of all threads, the first also tells of the process.
         let numbers = [("task_struct", "pid"), ("task_struct", "tgid")];
-        let [pid, tgid] = numbers.map(|(of, field)| self.btf.field(of, field));
+        let [pid, tgid] = numbers.map(|(of, field)| self.place(of, field));
         let numbers_differ = self.two_words(pid?, tgid?);
         let more: Vec<Instruction> = process.into_iter().chain(all).collect();
         let skip_process = (more.len() + self.lengths(all_bytes).len()) as i16;
@@ -213,14 +167,6 @@ impl Writer<'_> {
         code
     }
 
-    /// Hands the first `bytes` of the buffer to the reader and ends.
-    fn record(&self, bytes: usize) -> Vec<Instruction> {
-        let mut code = vec![load(1, CONTEXT, 0), load(1, 1, 0)];
-        code.extend(bpf::value_of(2, self.buffer, 0));
-        code.extend([set(3, bytes as i32), helper(SEQ_WRITE), set(0, 0), EXIT]);
-        code
-    }
-
     /// Loads two numbers of the thread into registers 1 and 2.
     fn two_words(&self, one: u32, other: u32) -> Vec<Instruction> {
         let mut code = Vec::new();
@@ -232,49 +178,14 @@ impl Writer<'_> {
         code
     }
 
-    /// Copies a field behind a register into the buffer; says where.
-    fn bytes(&mut self, base: u8, of: &str, field: &str, bytes: usize) -> Option<usize> {
-        let offset = self.btf.field(of, field)?;
-        Some(self.at_offset(base, offset, bytes))
-    }
-
-    fn at_offset(&mut self, base: u8, offset: u32, bytes: usize) -> usize {
-        let at = self.at;
-        self.code.extend(bpf::value_of(1, self.buffer, at));
-        self.code.extend([set(2, bytes as i32), copy(3, base), add(3, offset as i32)]);
-        self.code.push(helper(PROBE_READ_KERNEL));
-        self.at += bytes.next_multiple_of(8);
-        at
-    }
-
-    fn words(&mut self, base: u8, of: &str, fields: &[&str]) -> Option<()> {
-        fields.iter().try_for_each(|field| self.bytes(base, of, field, 8).map(drop))
-    }
-
-    fn halves(&mut self, base: u8, of: &str, fields: &[&str]) -> Option<()> {
-        fields.iter().try_for_each(|field| self.bytes(base, of, field, 4).map(drop))
-    }
-
-    /// Follows a pointer behind a register; [`THERE`] points there then.
-    fn follow(&mut self, base: u8, of: &str, field: &str) -> Option<()> {
-        let offset = self.btf.field(of, field)?;
-        self.follow_offset(base, offset);
-        Some(())
-    }
-
-    fn follow_offset(&mut self, base: u8, offset: u32) {
-        self.code.extend([copy(1, 10), add(1, -8), set(2, 8), copy(3, base)]);
-        self.code.extend([add(3, offset as i32), helper(PROBE_READ_KERNEL), load(THERE, 10, -8)]);
-    }
-
     fn head(&mut self) -> Option<()> {
         self.bytes(TASK, "task_struct", "pid", 4)?;
         self.at += 8;
-        let signals = self.btf.field("sigpending", "signal")?;
-        let own = self.btf.field("task_struct", "pending")?;
+        let signals = self.place("sigpending", "signal")?;
+        let own = self.place("task_struct", "pending")?;
         self.at_offset(TASK, own + signals, 8);
         self.follow(TASK, "task_struct", "signal")?;
-        let shared = self.btf.field("signal_struct", "shared_pending")?;
+        let shared = self.place("signal_struct", "shared_pending")?;
         self.at_offset(THERE, shared + signals, 8);
         self.follow(TASK, "task_struct", "mm")?;
         self.bytes(THERE, "mm_struct", "mm_lock_seq", 4)?;
@@ -325,7 +236,7 @@ impl Writer<'_> {
 
     fn groups(&mut self) -> Option<usize> {
         let groups_at = self.bytes(THERE, "group_info", "ngroups", 4)?;
-        let gids = self.btf.field("group_info", "gid")? as i32;
+        let gids = self.place("group_info", "gid")? as i32;
         let room = self.at;
         self.at += GROUPS * 4;
         self.code.extend(bpf::value_of(1, self.buffer, room));
@@ -337,15 +248,6 @@ impl Writer<'_> {
         self.code.extend(bpf::value_of(1, self.buffer, room));
         self.code.extend([copy(3, THERE), add(3, gids), helper(PROBE_READ_KERNEL)]);
         Some(groups_at)
-    }
-
-    /// Copies a field of one bit.
-    fn bit(&mut self, base: u8, of: &str, field: &str) -> Option<()> {
-        let bit = self.btf.first_bit(of, field)?;
-        let at = self.at_offset(base, bit / 8, 1);
-        self.code.extend(bpf::value_of(1, self.buffer, at));
-        self.code.extend([load_byte(2, 1, 0), and(2, 1 << (bit % 8)), store_byte(1, 0, 2)]);
-        Some(())
     }
 
     /// What rt_sigaction(2), getitimer(2), prctl(2), membarrier(2), brk(2), personality(2),
@@ -362,8 +264,8 @@ impl Writer<'_> {
         self.halves(THERE, "mm_struct", &["membarrier_state"])?;
         self.follow(TASK, "task_struct", "sighand")?;
         self.bytes(THERE, "sighand_struct", "action", SIGNALS * 32)?;
-        let number = self.btf.field("pid", "numbers")? + self.btf.field("upid", "nr")?;
-        let pids = self.btf.field("signal_struct", "pids")?;
+        let number = self.place("pid", "numbers")? + self.place("upid", "nr")?;
+        let pids = self.place("signal_struct", "pids")?;
         // Of its group and its session.
         for kind in [2, 3] {
             self.follow(TASK, "task_struct", "signal")?;
@@ -374,9 +276,8 @@ impl Writer<'_> {
         self.bytes(THERE, "signal_struct", "rlim", LIMITS * 16)?;
         self.bytes(THERE, "signal_struct", "it", 32)?;
         self.words(THERE, "signal_struct", &["it_real_incr", "posix_timers"])?;
-        let node =
-            self.btf.field("hrtimer", "node")? + self.btf.field("timerqueue_node", "expires")?;
-        let alarm = self.btf.field("signal_struct", "real_timer")?;
+        let node = self.place("hrtimer", "node")? + self.place("timerqueue_node", "expires")?;
+        let alarm = self.place("signal_struct", "real_timer")?;
         self.at_offset(THERE, alarm + node, 8);
         self.bit(THERE, "signal_struct", "is_child_subreaper")?;
         self.bytes(THERE, "signal_struct", "oom_score_adj", 2).map(drop)
@@ -389,22 +290,23 @@ mod tests {
 
     use nix::sys::memfd::{MFdFlags, memfd_create};
 
+    use super::super::Marks;
     use super::*;
     use crate::pidfd;
     use crate::shared::SharedMapping;
 
     /// Of ourselves, so that other tests' threads may appear and change meanwhile.
-    struct Own(Watched);
+    struct Own(WatchedThreads);
 
     impl Own {
         fn new() -> Self {
-            let marks = Marks::load().expect("loads");
+            let marks = &Marks::load().expect("loads").threads;
             let own = pidfd::open(HostPid(std::process::id() as i32)).expect("opens");
             Self(marks.watch(&own).expect("watches"))
         }
 
         fn look(&self) -> Seen {
-            let marks = Marks::loaded().expect("was loaded");
+            let marks = &Marks::loaded().expect("was loaded").threads;
             marks.look(&self.0, &mut Vec::new()).expect("looks")
         }
 
