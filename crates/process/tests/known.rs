@@ -111,8 +111,8 @@ impl Told {
             let mut nothing = |_: &Guest, _: &mut SharedTable, _: &mut Checkpoint| Ok(());
             let mut rules = CheckpointRules { objects: &mut nothing, copy_all: false };
             let prepared = self.guest.prepare();
-            let taken = prepared
-                .and_then(|()| self.guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(())));
+            let taken =
+                prepared.and_then(|()| self.guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(())));
             match taken {
                 Ok(taken) => return taken.expect("is not too much").checkpoint,
                 Err(ObjectError::Transient { .. }) => {}
@@ -144,8 +144,9 @@ fn timeless(mut processes: Vec<Process>) -> Vec<Process> {
             if let Some(restart) = &mut thread.restart {
                 restart.blocked_ns = 0;
             }
-            // A sleeper is marked in its flags once it has been looked at.
-            for index in [reg::EFLAGS, reg::R11] {
+            // A sleeper is marked in its flags once it has been looked at, and may be about to
+            // begin its call again.
+            for index in [reg::EFLAGS, reg::R11, reg::RAX, reg::ORIG_RAX, reg::RIP] {
                 thread.registers[index] = 0;
             }
         }
@@ -169,7 +170,11 @@ fn what_is_taken_as_known_is_what_everybody_would_answer() {
         told.tell(change);
         let first = timeless(told.checkpoint().processes);
         let known = timeless(told.checkpoint().processes);
-        let asked = told.guest.freeze(Guest::describe_stopped).expect("stops").expect("describes");
+        let asked = told.guest.freeze(|guest| {
+            guest.forget_answers();
+            guest.describe_stopped()
+        });
+        let asked = asked.expect("stops").expect("describes");
         let asked = timeless(asked.processes);
         assert_eq!(difference(&first, &asked), None, "after {change}");
         assert_eq!(difference(&known, &asked), None, "once more after {change}");

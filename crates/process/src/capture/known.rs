@@ -69,6 +69,16 @@ impl Guest {
         }
     }
 
+    /// Forgets what threads and processes were found to be: the next look asks them all.
+    pub fn forget_answers(&mut self) {
+        for thread in self.threads.values_mut() {
+            (thread.known, thread.asleep) = (None, None);
+        }
+        for process in self.processes.values_mut() {
+            (process.cache.known, process.cache.answers) = (None, None);
+        }
+    }
+
     /// Threads that can be described by [`Guest::describe_known`].
     pub(super) fn is_known(&self, tid: HostPid, seen: Option<&Seen>) -> bool {
         let mark = seen.and_then(|seen| mark_of(seen, tid)).and_then(|mark| mark.bytes.as_ref());
