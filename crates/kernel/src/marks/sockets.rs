@@ -126,28 +126,33 @@ fn write(writer: &mut Writer<'_>) -> Option<usize> {
 
 /// All that a checkpoint says of a connection or a listener, but for options.
 fn state(writer: &mut Writer<'_>) -> Option<()> {
-    writer.bytes(THERE, "sock_common", "skc_family", 2)?;
-    writer.bytes(THERE, "sock_common", "skc_state", 1)?;
-    writer.bytes(THERE, "sock_common", "skc_addrpair", 8)?;
-    writer.bytes(THERE, "sock_common", "skc_portpair", 4)?;
-    writer.bytes(THERE, "sock_common", "skc_v6_daddr", 32)?;
-    writer.bytes(THERE, "sock", "sk_shutdown", 1)?;
-    writer.halves(THERE, "sock", &["sk_err", "sk_err_soft", "sk_max_ack_backlog"])?;
-    let numbers = [
-        "copied_seq",
-        "rcv_nxt",
-        "rcv_wup",
-        "rcv_wnd",
-        "snd_una",
-        "snd_nxt",
-        "write_seq",
-        "snd_wnd",
-        "max_window",
-        "packets_out",
+    let common = [
+        ("skc_addrpair", 8),
+        ("skc_portpair", 4),
+        ("skc_family", 2),
+        ("skc_state", 1),
+        ("skc_v6_daddr", 16),
+        ("skc_v6_rcv_saddr", 16),
     ];
-    writer.halves(THERE, "tcp_sock", &numbers)?;
-    writer.words(THERE, "tcp_sock", &["bytes_acked", "bytes_received"])?;
-    writer.bytes(THERE, "tcp_sock", "rx_opt", 24).map(drop)
+    writer.pieces(THERE, "sock_common", &common)?;
+    let own = [("sk_shutdown", 1), ("sk_err", 4), ("sk_err_soft", 4), ("sk_max_ack_backlog", 4)];
+    writer.pieces(THERE, "sock", &own)?;
+    let tcp = [
+        ("copied_seq", 4),
+        ("rcv_nxt", 4),
+        ("rcv_wup", 4),
+        ("rcv_wnd", 4),
+        ("snd_una", 4),
+        ("snd_nxt", 4),
+        ("write_seq", 4),
+        ("snd_wnd", 4),
+        ("max_window", 4),
+        ("packets_out", 4),
+        ("bytes_acked", 8),
+        ("bytes_received", 8),
+        ("rx_opt", 24),
+    ];
+    writer.pieces(THERE, "tcp_sock", &tcp)
 }
 
 /// The head of a record.

@@ -72,6 +72,29 @@ impl<'a> Writer<'a> {
         fields.iter().try_for_each(|field| self.bytes(base, of, field, 4).map(drop))
     }
 
+    /// Copies fields behind a register, each given with its bytes, in as few pieces as may be: what
+    /// lies between two of them comes along where that is little.
+    pub fn pieces(&mut self, base: u8, of: &str, fields: &[(&str, u32)]) -> Option<()> {
+        const GAP: u32 = 40;
+        let mut places = Vec::new();
+        for (field, bytes) in fields {
+            let from = self.place(of, field)?;
+            places.push((from, from + bytes));
+        }
+        places.sort_unstable();
+        let mut pieces: Vec<(u32, u32)> = Vec::new();
+        for (from, to) in places {
+            match pieces.last_mut().filter(|last| from <= last.1 + GAP) {
+                Some(last) => last.1 = last.1.max(to),
+                None => pieces.push((from, to)),
+            }
+        }
+        for (from, to) in pieces {
+            self.at_offset(base, from, (to - from) as usize);
+        }
+        Some(())
+    }
+
     /// Follows a pointer behind a register; [`THERE`] points there then.
     pub fn follow(&mut self, base: u8, of: &str, field: &str) -> Option<()> {
         let offset = self.place(of, field)?;

@@ -5,9 +5,9 @@
 //! whose queues may hold further files; the contents of pipes; what epoll instances watch.
 
 use std::collections::HashMap;
-use std::ffi::CString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use hotspare_image::memory::{SharedId, SharedKind};
 use hotspare_image::objects::{
@@ -25,7 +25,7 @@ use super::outside::OutsideDescriptor;
 use super::patience::Patience;
 use super::rules::FileRules;
 use super::socket::{self, SocketCapture};
-use super::table::{self, GuestProcess, Row, Rows, StandIn, Tables};
+use super::table::{self, GuestProcess, Rows, StandIn, Tables};
 use super::unix::GuestView;
 use super::{
     device, directory, epoll, eventfd, inotify, memfd, mqueue, outside, pidfd, pipe, proc_file,
@@ -174,7 +174,7 @@ struct Seen {
     members: Vec<usize>,
     // One found in a queue: our descriptor of it and its detail.
     found: Option<(OwnedFd, Vec<u8>)>,
-    known: Known,
+    known: Arc<Known>,
 }
 
 /// A duplicate, or the one we have anyway.
@@ -228,7 +228,7 @@ impl<'a> Session<'a> {
         for rows in members {
             let first = &self.rows.rows[rows[0]];
             let (process, fd) = (first.process, first.fd);
-            let known = match self.classify_row(first.clone()) {
+            let known = match self.classify_row(rows[0]) {
                 Ok(known) => known,
                 Err(error) => {
                     on_error(error.at(self.processes[process].pid, fd))?;
@@ -258,16 +258,16 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    fn classify_row(&mut self, row: Row) -> ObjectResult<Known> {
+    fn classify_row(&mut self, row: usize) -> ObjectResult<Arc<Known>> {
+        let row = &self.rows.rows[row];
         let process = self.processes[row.process];
         let table = self.kept.tables.of(process.host);
         let before = table.slot(row.fd).and_then(|slot| slot.known.take());
-        let name = CString::new(row.fd.to_string()).expect("digits");
         let subject = Subject {
             numbers: table.numbers(),
-            name: &name,
+            fd: row.fd,
             header: &row.header,
-            detail: self.rows.detail(&row),
+            detail: self.rows.detail(row),
             duplicate: &|| Ok(kernel_pidfd::get_fd(process.pidfd, row.fd)?),
         };
         classify(&subject, before.as_ref())
@@ -713,11 +713,10 @@ impl Session<'_> {
                 return Ok(self.seen[candidate].id);
             }
         }
-        let name = CString::new(number.to_string()).expect("digits");
         let numbers = super::restore::own_descriptors()?;
         let subject = Subject {
             numbers: numbers.as_fd(),
-            name: &name,
+            fd: number,
             header: &header,
             detail: &detail,
             duplicate: &|| {

@@ -1,7 +1,8 @@
 //! What a descriptor is: told from its link, its type, its device number.
 
-use std::ffi::{CStr, CString};
+use std::ffi::CString;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use hotspare_kernel::descriptor::{self, FileStat};
 
@@ -119,8 +120,8 @@ fn identity(header: &Header, detail: &[u8]) -> (i32, u64, u32, Detail) {
 pub struct Subject<'a> {
     /// `/proc/PID/fd` of its process.
     pub numbers: BorrowedFd<'a>,
-    /// Its number as text.
-    pub name: &'a CStr,
+    /// Its number.
+    pub fd: i32,
     /// Its fdinfo.
     pub header: &'a Header,
     /// The rest of its fdinfo.
@@ -145,7 +146,7 @@ fn is_a_name(subject: &Subject<'_>, link: &[u8]) -> bool {
 
 /// What `subject` is. `before` is what its number was in the last epoch, which is used as far as it
 /// is certain that it still holds.
-pub fn classify(subject: &Subject<'_>, before: Option<&Known>) -> ObjectResult<Known> {
+pub fn classify(subject: &Subject<'_>, before: Option<&Arc<Known>>) -> ObjectResult<Arc<Known>> {
     let identity = identity(subject.header, subject.detail);
     let before = before.filter(|known| known.identity == identity);
     if let Some(known) = before
@@ -154,8 +155,9 @@ pub fn classify(subject: &Subject<'_>, before: Option<&Known>) -> ObjectResult<K
     {
         return Ok(known.clone());
     }
+    let name = CString::new(subject.fd.to_string()).expect("digits");
     let mut buffer = [0u8; LINK_BYTES_MAX];
-    let bytes = descriptor::read_link(subject.numbers, subject.name, &mut buffer)?;
+    let bytes = descriptor::read_link(subject.numbers, &name, &mut buffer)?;
     let link = &buffer[..bytes];
     let (path, deleted) = match link.strip_suffix(DELETED) {
         Some(path) if !is_a_name(subject, link) => (path, true),
@@ -172,12 +174,12 @@ pub fn classify(subject: &Subject<'_>, before: Option<&Known>) -> ObjectResult<K
     }
     let (class, stat) = match path.starts_with('/') {
         true => {
-            let stat = descriptor::stat_at(subject.numbers, subject.name, false)?;
+            let stat = descriptor::stat_at(subject.numbers, &name, false)?;
             (by_type(subject, path, &stat)?, Some(stat))
         }
         false => (by_link(path)?, None),
     };
-    Ok(Known { identity, class, path: path.to_owned(), deleted, stat })
+    Ok(Arc::new(Known { identity, class, path: path.to_owned(), deleted, stat }))
 }
 
 /// What an object without a path is, from its link in `/proc/PID/fd`.

@@ -25,6 +25,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 
 use hotspare_image::objects::FileId;
 use hotspare_image::tree::GuestPid;
@@ -108,10 +109,12 @@ pub struct Slot {
     fd: i32,
     // None where we had no descriptor of our own to spare.
     info: Option<File>,
+    // Bytes that its fdinfo had: the kernel makes all of the text for each read.
+    room: usize,
     /// Name of its description in the last epoch.
     pub file: Option<FileId>,
     /// What it was in the last epoch.
-    pub known: Option<Known>,
+    pub known: Option<Arc<Known>>,
     /// [`Row::rank`] for the next epoch.
     pub rank: u32,
     /// Of a TCP socket: what was read of its descriptor, which was this one.
@@ -120,7 +123,7 @@ pub struct Slot {
 
 impl Slot {
     fn new(fd: i32) -> Self {
-        Self { fd, info: None, file: None, known: None, rank: 0, socket: None }
+        Self { fd, info: None, room: READ_BYTES, file: None, known: None, rank: 0, socket: None }
     }
 
     fn is_socket(&self) -> bool {
@@ -321,8 +324,8 @@ fn read_slot(
         }
     };
     let start = rows.text.len();
-    match read_whole(file, &mut rows.text) {
-        Ok(()) => {}
+    match read_whole(file, slot.room, &mut rows.text) {
+        Ok(room) => slot.room = room,
         Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(false),
         Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {
             return Err(KernelError::Died(host));
@@ -348,15 +351,14 @@ fn descriptor_is_high(file: &File) -> bool {
 
 /// Appends the file from its start to `text`. The kernel makes the text anew at each read from 0
 /// and hands out no more than asked, so what fits in one read is of one instant.
-fn read_whole(file: &File, text: &mut Vec<u8>) -> std::io::Result<()> {
+fn read_whole(file: &File, mut room: usize, text: &mut Vec<u8>) -> std::io::Result<usize> {
     let start = text.len();
-    let mut room = READ_BYTES;
     loop {
         text.resize(start + room, 0);
         let bytes = file.read_at(&mut text[start..], 0).inspect_err(|_| text.truncate(start))?;
         if bytes < room {
             text.truncate(start + bytes);
-            return Ok(());
+            return Ok(room);
         }
         room *= 4;
     }
