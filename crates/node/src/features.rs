@@ -122,6 +122,7 @@ pub fn notes() -> Vec<String> {
     if !std::path::Path::new("/dev/shm").is_dir() {
         notes.push("there is no /dev/shm here; the guest will have one".to_owned());
     }
+    notes.extend(hotspare_process::capture::prepare_marks());
     notes
 }
 

@@ -34,15 +34,15 @@ pub(crate) struct KnownProcess {
 type Mark = (Vec<u8>, Vec<u8>);
 
 /// Loads what marks are looked at with, if this kernel lets us; it takes tens of milliseconds and
-/// is done once. A guest is captured without it as well, in longer pauses.
-pub fn prepare_marks() {
-    let unseen = match Marks::load() {
-        Ok(marks) => marks.sockets.as_ref().err().map(|error| ("sockets", error.to_string())),
-        Err(error) => Some(("threads and sockets", error.to_string())),
+/// is done once. A guest is captured without it as well, in longer pauses. Says what is missing.
+pub fn prepare_marks() -> Option<String> {
+    let (what, error) = match Marks::load() {
+        Ok(marks) => ("sockets", marks.sockets.as_ref().err()?.to_string()),
+        Err(error) => ("threads and sockets", error.to_string()),
     };
-    if let Some((what, error)) = unseen {
-        tracing::info!(error, "pauses are longer: changes of {what} cannot be looked up");
-    }
+    let missing = format!("changes of {what} cannot be looked up, so pauses are longer: {error}");
+    tracing::info!("{missing}");
+    Some(missing)
 }
 
 impl Guest {
