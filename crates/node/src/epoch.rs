@@ -356,7 +356,8 @@ impl EpochMaker {
         }
     }
 
-    /// Tells which files must be alike on a host that goes on with the guest; false while these are being read.
+    /// Tells which files must be alike on a host that goes on with the guest; false while these are
+    /// being read.
     fn name_files(&mut self) -> ObjectResult<bool> {
         let captured = self.open.as_ref().and_then(|open| open.captured.as_ref());
         let told = match captured {

@@ -329,7 +329,8 @@ pub fn utc(since_1970: Duration) -> String {
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{milli:03}Z")
 }
 
-/// Milliseconds since 1970 of what [`utc`] writes: `YYYY-MM-DDTHH:MM:SS[.mmm][Z]`, also with a space.
+/// Milliseconds since 1970 of what [`utc`] writes: `YYYY-MM-DDTHH:MM:SS[.mmm][Z]`, also with a
+/// space.
 pub fn utc_ms(text: &str) -> Option<u64> {
     let (date, time) = text.trim_end_matches('Z').split_once(['T', ' '])?;
     let (time, fraction) = time.split_once('.').unwrap_or((time, "0"));
