@@ -53,6 +53,7 @@ fn change_connections(_: &Path, turn: u32, opened: &mut Opened) {
         dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         (dice >> 33) as usize % below
     };
+    let even = turn.is_multiple_of(2);
     for _ in 0..3 {
         let (near, far) = (1 + 2 * throw(CONNECTIONS), throw(2));
         let far = near + far;
@@ -66,13 +67,12 @@ fn change_connections(_: &Path, turn: u32, opened: &mut Opened) {
                 (opened[near].1, opened[near + 1].1) = (one, other);
             }
             5 => {
-                let flag = if turn % 2 == 0 { FdFlag::empty() } else { FdFlag::FD_CLOEXEC };
+                let flag = if even { FdFlag::empty() } else { FdFlag::FD_CLOEXEC };
                 fcntl(&opened[far].1, FcntlArg::F_SETFD(flag)).expect("sets");
             }
             _ => {
-                let flag = if turn % 2 == 0 { OFlag::empty() } else { OFlag::O_NONBLOCK };
-                fcntl(&opened[near + 1].1, FcntlArg::F_SETFL(flag | OFlag::O_NONBLOCK))
-                    .expect("sets");
+                let flag = if even { OFlag::empty() } else { OFlag::O_APPEND };
+                fcntl(&opened[far].1, FcntlArg::F_SETFL(flag | OFlag::O_NONBLOCK)).expect("sets");
             }
         }
     }
