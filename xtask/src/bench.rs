@@ -6,6 +6,7 @@ mod latency;
 mod pause;
 mod plot;
 mod report;
+mod restart;
 mod scale;
 
 use anyhow::{Context, Result};
@@ -29,6 +30,8 @@ pub enum Bench {
     /// What checkpoints cost over memory, writes, threads, processes, mappings, connections and
     /// the length of an epoch
     Scale(scale::ScaleArguments),
+    /// How long programs take to start again from a store behind a slow line, as FREM's tables
+    Restart(restart::RestartArguments),
     /// All of them, one after the other
     All(AllArguments),
 }
@@ -46,6 +49,7 @@ pub fn bench(bench: &Bench) -> Result<()> {
         Bench::Failover(arguments) => failover::failovers(arguments),
         Bench::Latency(arguments) => latency::latencies(arguments),
         Bench::Scale(arguments) => scale::scales(arguments),
+        Bench::Restart(arguments) => restart::restarts(arguments),
         Bench::All(arguments) => all(&arguments.common),
     }
 }
@@ -67,11 +71,13 @@ fn suites(common: &Common) -> Vec<(&'static str, Suite)> {
         (pause::PauseArguments::with(common()), failover::FailoverArguments::with(common()));
     let (latency, scale) =
         (latency::LatencyArguments::with(common()), scale::ScaleArguments::with(common()));
+    let restart = restart::RestartArguments::with(common());
     vec![
         ("pause", Box::new(move || pause::pauses(&pause))),
         ("failover", Box::new(move || failover::failovers(&failover))),
         ("latency", Box::new(move || latency::latencies(&latency))),
         ("scale", Box::new(move || scale::scales(&scale))),
+        ("restart", Box::new(move || restart::restarts(&restart))),
     ]
 }
 

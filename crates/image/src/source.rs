@@ -73,6 +73,12 @@ pub trait PageSource: Send + Sync {
     /// was checked; after an error another source may be asked for the same.
     fn read(&self, wanted: &[Span]) -> Result<Vec<Block>, SourceError>;
 
+    /// What comes along with `wanted` at no further cost, `wanted` included: a source that keeps
+    /// pages in blocks reads no less than a block. In the order of `wanted`, each page once.
+    fn whole(&self, wanted: &[Span]) -> Vec<Span> {
+        wanted.to_vec()
+    }
+
     /// Everything but the pages that are [`BlockContent::Absent`], in the order in which it is
     /// cheapest to ask for; what a restart brings in behind the program.
     fn all(&self) -> Vec<Span>;

@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use hotspare_cluster::{Action, Config, Event, Node, Quorum};
 use hotspare_image::Term;
 use hotspare_net::takeover::ServiceAddress;
+use hotspare_process::lazy::Start;
 use hotspare_replica::{HostRole, Identity, Security};
 use hotspare_store::Address;
 
@@ -33,7 +34,7 @@ use crate::rhythm::Epochs;
 use crate::service;
 use crate::settings::{FileRule, Guarantee, PacketPath, Settings, answers_already};
 use crate::spare::{Decision, Spare, Stale};
-use crate::stored::restore::{At, Restoring, find};
+use crate::stored::restore::{At, Beginning, Restoring, find_touched};
 use crate::stored::{self, StoreArguments};
 use crate::{facts, takeover};
 
@@ -336,8 +337,13 @@ struct RestoreArguments {
     /// Another name for the guest, where one of this name runs on this host.
     #[arg(long, value_name = "NAME")]
     rename: Option<String>,
+    /// When it runs: when what it touched in its first moments is there, and it may have to wait
+    /// for more (early); when it will find what it touches in time, by the bandwidth that is
+    /// measured meanwhile (smooth); or when all that it was seen to touch is there (touched).
+    #[arg(long, value_enum, default_value_t = StartArgument::Early, value_name = "WHEN")]
+    start: StartArgument,
     /// Bring all of its memory before it runs, not behind it.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "start")]
     load_first: bool,
     #[command(flatten)]
     store: StoreArguments,
@@ -559,6 +565,25 @@ fn think(
     std::thread::Builder::new().name("brain".into()).spawn(think).map(drop)
 }
 
+/// When a restored guest starts.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum StartArgument {
+    Early,
+    Smooth,
+    Touched,
+}
+
+impl RestoreArguments {
+    fn beginning(&self) -> Beginning {
+        match (self.load_first, self.start) {
+            (true, _) => Beginning::Loaded,
+            (false, StartArgument::Early) => Beginning::With(Start::Early),
+            (false, StartArgument::Smooth) => Beginning::With(Start::Smooth),
+            (false, StartArgument::Touched) => Beginning::With(Start::Touched),
+        }
+    }
+}
+
 impl RunArguments {
     fn settings(&self) -> anyhow::Result<Settings> {
         let program = self.command.first().cloned().unwrap_or_default();
@@ -627,8 +652,8 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     let common = &arguments.common;
     let reporter = Reporter::new(common.json);
     let store = arguments.store.open(&arguments.from)?;
-    let loaded = find(&store, &arguments.guest, arguments.at)?;
-    let mut restoring = Restoring::prepare(loaded, &facts::read()?, arguments.service_address)?;
+    let found = find_touched(&store, &arguments.guest, arguments.at)?;
+    let mut restoring = Restoring::prepare(found, &facts::read()?, arguments.service_address)?;
     restoring.settings.store = arguments.store.settings()?;
     restoring.settings.arbiter = common.arbiter.identity();
     if let Some(name) = &arguments.rename {
@@ -655,8 +680,8 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
         restoring.age.as_secs_f64()
     ));
     let mut spare = Spare::new(agent.clone(), inbox, common.hook());
-    spare.ghost =
-        Some(restoring.build(&agent, common.service_bridge.as_deref(), arguments.load_first)?);
+    let bridge = common.service_bridge.as_deref();
+    spare.ghost = Some(restoring.build(&agent, bridge, arguments.beginning())?);
     let (age, from) = (restoring.age, arguments.from.to_string());
     spare.stored = Some(Stale { age, from, began });
     control::serve(&agent, doors.control.take())?;

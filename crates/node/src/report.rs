@@ -7,6 +7,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use hotspare_net::gate::GateStats;
 use hotspare_process::capture::PauseParts;
+use hotspare_process::lazy::Loaded;
 use serde_json::json;
 use tokio::sync::broadcast;
 
@@ -250,6 +251,27 @@ impl Reporter {
         } else {
             self.note(&format!("protected from epoch {epoch} on"));
         }
+    }
+
+    /// A guest that was restored has all its memory.
+    pub fn loaded(&self, guest: &str, loaded: &Loaded) {
+        let waits = loaded.missed.len() as u64 + loaded.late;
+        if self.json {
+            let told = json!({
+                "event": "loaded", "bytes_before": loaded.before,
+                "bytes_behind": loaded.bytes - loaded.before, "seconds": loaded.took.as_secs_f64(),
+                "before_seconds": loaded.until_start.as_secs_f64(),
+                "unforeseen": loaded.missed.len(), "waits": waits,
+                "waited_seconds": loaded.waited.as_secs_f64(),
+            });
+            self.line(&told.to_string());
+        }
+        self.note(&format!(
+            "guest {guest} has all its memory: {} came behind it in {:.1} s; it waited {waits} \
+             times",
+            size(loaded.bytes - loaded.before),
+            (loaded.took - loaded.until_start).as_secs_f64()
+        ));
     }
 
     /// No spare could take over.

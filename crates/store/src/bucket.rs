@@ -97,6 +97,20 @@ pub struct Requests {
     pub deletes: u64,
 }
 
+/// What lies so close together comes by one request: less than a round trip brings.
+const GAP_BYTES_MAX: u64 = 64 << 10;
+
+/// Bytes of some ranges of an object.
+pub type Parts = Vec<Vec<u8>>;
+
+/// How many requests some ranges of an object are.
+fn requests_for(ranges: &[Range<u64>]) -> u64 {
+    let mut sorted: Vec<&Range<u64>> = ranges.iter().collect();
+    sorted.sort_unstable_by_key(|range| range.start);
+    let far = |pair: &[&Range<u64>]| pair[1].start.saturating_sub(pair[0].end) > GAP_BYTES_MAX;
+    u64::from(!ranges.is_empty()) + sorted.windows(2).filter(|pair| far(pair)).count() as u64
+}
+
 /// Objects below a place, by name. Calls wait for the answer.
 pub struct Bucket {
     objects: Arc<dyn ObjectStore>,
@@ -251,26 +265,50 @@ impl Bucket {
         Ok(all)
     }
 
-    /// Parts of an object; those that lie close together come by one request.
-    pub fn get_ranges(&self, name: &str, ranges: &[Range<u64>]) -> StoreResult<Vec<Vec<u8>>> {
-        self.count(|requests| requests.gets += 1);
-        let path = self.path(name);
-        let got = self.runtime.block_on(self.objects.get_ranges(&path, ranges));
-        let got = got.map_err(|error| match &error {
-            // Of an object that is shorter than it was.
-            Error::Generic { .. } if self.length(name).is_ok_and(|is| is_short(is, ranges)) => {
-                let length = self.length(name).unwrap_or(0);
-                StoreError::damaged(name, length, "it ends here, and should not")
+    /// Parts of several objects, all at a time; those that lie close together in an object come by
+    /// one request.
+    pub fn get_parts(&self, wanted: &[(String, Vec<Range<u64>>)]) -> StoreResult<Vec<Parts>> {
+        let requests = wanted.iter().map(|(_, ranges)| requests_for(ranges)).sum::<u64>();
+        self.count(|counted| counted.gets += requests);
+        let got = self.runtime.block_on(async {
+            let mut reading = Vec::new();
+            for (name, ranges) in wanted {
+                let (objects, path) = (Arc::clone(&self.objects), self.path(name));
+                let (ranges, local) = (ranges.clone(), self.directory.is_some());
+                reading.push(tokio::spawn(async move {
+                    if local {
+                        return objects.get_ranges(&path, &ranges).await;
+                    }
+                    let get = |range| objects.get_range(&path, range);
+                    object_store::coalesce_ranges(&ranges, get, GAP_BYTES_MAX).await
+                }));
             }
-            _ => self.trouble(name, &error),
-        })?;
-        for (range, bytes) in ranges.iter().zip(&got) {
-            if bytes.len() as u64 != range.end - range.start {
-                let end = range.start + bytes.len() as u64;
-                return Err(StoreError::damaged(name, end, "it ends here, and should not"));
+            let mut got = Vec::new();
+            for one in reading {
+                got.push(one.await);
             }
+            got
+        });
+        let mut parts = Vec::new();
+        for ((name, ranges), got) in wanted.iter().zip(got) {
+            let got = got.map_err(|error| StoreError::Local(error.to_string()))?;
+            let got = got.map_err(|error| match &error {
+                // Of an object that is shorter than it was.
+                Error::Generic { .. } if self.length(name).is_ok_and(|is| is_short(is, ranges)) => {
+                    let length = self.length(name).unwrap_or(0);
+                    StoreError::damaged(name, length, "it ends here, and should not")
+                }
+                _ => self.trouble(name, &error),
+            })?;
+            for (range, bytes) in ranges.iter().zip(&got) {
+                if bytes.len() as u64 != range.end - range.start {
+                    let end = range.start + bytes.len() as u64;
+                    return Err(StoreError::damaged(name, end, "it ends here, and should not"));
+                }
+            }
+            parts.push(got.into_iter().map(|bytes| bytes.to_vec()).collect());
         }
-        Ok(got.into_iter().map(|bytes| bytes.to_vec()).collect())
+        Ok(parts)
     }
 
     /// How long an object is.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use hotspare_image::memory::PAGE_BYTES;
 use hotspare_image::source::{self, BlockContent, PageSource, SourceError, Span};
@@ -187,7 +187,8 @@ impl Store {
         for (at, link) in links.iter().enumerate() {
             pages.follow(&link.manifest.pages(at as u32), |place| place);
         }
-        let mut loaded = Loaded { store: self.clone(), folder, links, pages };
+        let (by_block, state) = (OnceLock::new(), OnceLock::new());
+        let mut loaded = Loaded { store: self.clone(), folder, links, pages, by_block, state };
         let checkpoint = loaded.checkpoint()?;
         loaded.pages.retain(&owners(&checkpoint), &mut |_, _| {});
         Ok(loaded)
@@ -207,6 +208,8 @@ pub struct Loaded {
     folder: String,
     links: Vec<Link>,
     pages: Pages<Place>,
+    by_block: OnceLock<BTreeMap<(u32, u64), Vec<Span>>>,
+    state: OnceLock<Vec<u8>>,
 }
 
 impl Loaded {
@@ -252,19 +255,25 @@ impl Loaded {
         format!("{}/packs/{}", self.folder, name.pack(manifest.attempt, pack as usize))
     }
 
-    /// Blocks of one pack, unpacked. What lies close together comes by one request, and several
-    /// requests are made at a time.
-    fn blocks<'b>(
-        &self,
-        link: u32,
-        blocks: impl Iterator<Item = &'b Block> + Clone,
-    ) -> StoreResult<Vec<Vec<u8>>> {
-        let Some(first) = blocks.clone().next() else { return Ok(Vec::new()) };
-        let object = self.pack_name(link, first.pack);
-        let range = |block: &Block| block.offset..block.offset + u64::from(block.stored);
-        let ranges: Vec<Range<u64>> = blocks.clone().map(range).collect();
-        let read = self.store.bucket.get_ranges(&object, &ranges)?;
-        blocks.zip(read).map(|(block, stored)| self.open(&object, stored, block)).collect()
+    /// Blocks, unpacked, of whichever links and packs, all at a time.
+    fn blocks(&self, wanted: &[(u32, &Block)]) -> StoreResult<Vec<Vec<u8>>> {
+        let mut objects: Vec<(String, Vec<Range<u64>>)> = Vec::new();
+        for some in wanted.chunk_by(|a, b| (a.0, a.1.pack) == (b.0, b.1.pack)) {
+            let range =
+                |(_, block): &(u32, &Block)| block.offset..block.offset + u64::from(block.stored);
+            let object = self.pack_name(some[0].0, some[0].1.pack);
+            objects.push((object, some.iter().map(range).collect()));
+        }
+        let read = self.store.bucket.get_parts(&objects)?;
+        let parts = objects
+            .iter()
+            .zip(read)
+            .flat_map(|((object, _), parts)| parts.into_iter().map(move |stored| (object, stored)));
+        wanted
+            .iter()
+            .zip(parts)
+            .map(|((_, block), (object, stored))| self.open(object, stored, block))
+            .collect()
     }
 
     fn open(&self, object: &str, stored: Vec<u8>, block: &Block) -> StoreResult<Vec<u8>> {
@@ -285,7 +294,8 @@ impl Loaded {
         mut each: impl FnMut(usize, Vec<u8>) -> StoreResult<()>,
     ) -> StoreResult<()> {
         for Range { start, end } in windows(blocks) {
-            for (at, raw) in (start..).zip(self.blocks(link, blocks[start..end].iter())?) {
+            let some: Vec<_> = blocks[start..end].iter().map(|block| (link, block)).collect();
+            for (at, raw) in (start..).zip(self.blocks(&some)?) {
                 each(at, raw)?;
             }
         }
@@ -294,13 +304,16 @@ impl Loaded {
 
     /// The bytes of its state.
     pub fn state(&self) -> StoreResult<Vec<u8>> {
+        if let Some(state) = self.state.get() {
+            return Ok(state.clone());
+        }
         let mut state = Vec::new();
         let link = self.links.len() as u32 - 1;
         self.each_block(link, &self.end().manifest.state, |_, raw| {
             state.extend(raw);
             Ok(())
         })?;
-        Ok(state)
+        Ok(self.state.get_or_init(|| state).clone())
     }
 
     /// Its state.
@@ -437,14 +450,33 @@ impl Loaded {
         &self,
         wanted: &BTreeSet<(u32, usize)>,
     ) -> StoreResult<BTreeMap<(u32, usize), SharedBytes>> {
-        let mut read = BTreeMap::new();
-        let block = |&(link, at): &(u32, usize)| &self.links[link as usize].manifest.blocks[at];
-        let list: Vec<(u32, usize)> = wanted.iter().copied().collect();
-        for some in list.chunk_by(|a, b| (a.0, block(a).pack) == (b.0, block(b).pack)) {
-            let raw = self.blocks(some[0].0, some.iter().map(block))?;
-            read.extend(some.iter().copied().zip(raw.into_iter().map(SharedBytes::from)));
-        }
-        Ok(read)
+        let block =
+            |&(link, at): &(u32, usize)| (link, &self.links[link as usize].manifest.blocks[at]);
+        let list: Vec<(u32, &Block)> = wanted.iter().map(block).collect();
+        let raw = self.blocks(&list)?.into_iter().map(SharedBytes::from);
+        Ok(wanted.iter().copied().zip(raw).collect())
+    }
+
+    /// The pages that each block has, as far as they count.
+    fn by_block(&self) -> &BTreeMap<(u32, u64), Vec<Span>> {
+        self.by_block.get_or_init(|| {
+            let mut blocks: BTreeMap<(u32, u64), Vec<Span>> = BTreeMap::new();
+            for (&owner, owned) in &self.pages.0 {
+                for (first, pages, held) in owned.pages.iter() {
+                    let Held::At(place) = held else { continue };
+                    let mut done = 0;
+                    while done < pages {
+                        let page = place.page + done;
+                        let some = (BLOCK_PAGES - page % BLOCK_PAGES).min(pages - done);
+                        let start = (first + done) * PAGE_BYTES;
+                        let block = blocks.entry((place.link, page / BLOCK_PAGES)).or_default();
+                        block.push(Span { owner, start, pages: some });
+                        done += some;
+                    }
+                }
+            }
+            blocks
+        })
     }
 }
 
@@ -488,7 +520,9 @@ impl Read for Changes<'_> {
                 continue;
             };
             let some = windows(blocks).first().cloned().unwrap_or(0..1);
-            let raw = self.loaded.blocks(self.link as u32, blocks[some.clone()].iter());
+            let blocks: Vec<_> =
+                blocks[some.clone()].iter().map(|block| (self.link as u32, block)).collect();
+            let raw = self.loaded.blocks(&blocks);
             let raw = raw.map_err(std::io::Error::other)?;
             self.next += some.end;
             self.bytes = std::io::Cursor::new(raw.concat());
@@ -506,6 +540,27 @@ fn source_error(error: StoreError) -> SourceError {
 impl PageSource for Loaded {
     fn read(&self, wanted: &[Span]) -> Result<Vec<source::Block>, SourceError> {
         self.read_spans(wanted).map_err(source_error)
+    }
+
+    fn whole(&self, wanted: &[Span]) -> Vec<Span> {
+        let (mut spans, mut seen) = (Vec::new(), BTreeSet::new());
+        for span in wanted {
+            for (first, pages, held) in self.covered(span) {
+                let Some(Held::At(place)) = held else {
+                    spans.push(Span { owner: span.owner, start: first * PAGE_BYTES, pages });
+                    continue;
+                };
+                let last = place.page + pages - 1;
+                for block in place.page / BLOCK_PAGES..=last / BLOCK_PAGES {
+                    if seen.insert((place.link, block)) {
+                        spans.extend(
+                            self.by_block().get(&(place.link, block)).into_iter().flatten(),
+                        );
+                    }
+                }
+            }
+        }
+        spans
     }
 
     fn all(&self) -> Vec<Span> {

@@ -363,8 +363,11 @@ fn file_changes_of_a_chain_come_one_after_another() {
     assert!(read == expected);
 }
 
+/// `HOTSPARE_DAMAGES` says how many, with a key and without one.
 #[test]
 fn a_bit_that_has_changed_and_an_object_that_is_cut_are_found() {
+    let rounds = std::env::var("HOTSPARE_DAMAGES").map_or(Ok(1500), |text| text.parse::<u64>());
+    let rounds = rounds.expect("a number");
     for key in [None, Some(Key::of(&[3; 32]))] {
         let place = Place::new(key);
         let (mut guest, mut gatherer) = (Guest::new(99), gatherer());
@@ -377,7 +380,7 @@ fn a_bit_that_has_changed_and_an_object_that_is_cut_are_found() {
         let relevant = |path: &&PathBuf| !path.to_string_lossy().contains("reigns");
         let objects: Vec<PathBuf> = place.objects().iter().filter(relevant).cloned().collect();
         let mut dice = Dice(1);
-        for round in 0..1500 {
+        for round in 0..rounds {
             let path = &objects[dice.roll(objects.len() as u64) as usize];
             let whole = std::fs::read(path).expect("reads");
             let mut hurt = whole.clone();

@@ -15,7 +15,7 @@ use hotspare_image::sockets::SocketAddress;
 use hotspare_image::source::PageSource;
 use hotspare_image::touch::TouchSet;
 use hotspare_net::takeover::ServiceAddress;
-use hotspare_process::lazy::{Loader, LoaderProgress, Plan};
+use hotspare_process::lazy::{Loader, LoaderProgress, Plan, Start};
 use hotspare_replica::HostFacts;
 use hotspare_store::{Catalogue, Loaded, Name, Store};
 
@@ -23,7 +23,6 @@ use crate::agent::Agent;
 use crate::alike::Comparison;
 use crate::facts;
 use crate::history::{now_ms, utc_ms};
-use crate::report::size;
 use crate::settings::Settings;
 use crate::spare::Held;
 
@@ -76,8 +75,7 @@ pub fn choose(guest: &str, catalogue: &Catalogue, at: At) -> anyhow::Result<Name
     })
 }
 
-/// Gets ready to read a checkpoint.
-pub fn find(store: &Store, guest: &str, at: At) -> anyhow::Result<Loaded> {
+fn look_for(store: &Store, guest: &str, at: At) -> anyhow::Result<(Catalogue, Name)> {
     let catalogue = store.catalogue(guest)?;
     if catalogue.names().is_empty()
         && let Ok(guests) = store.guests()
@@ -86,11 +84,58 @@ pub fn find(store: &Store, guest: &str, at: At) -> anyhow::Result<Loaded> {
         bail!("the store has no checkpoint of {guest:?}; it has some of {}", guests.join(", "));
     }
     let name = choose(guest, &catalogue, at)?;
+    Ok((catalogue, name))
+}
+
+/// Gets ready to read a checkpoint.
+pub fn find(store: &Store, guest: &str, at: At) -> anyhow::Result<Loaded> {
+    let (catalogue, name) = look_for(store, guest, at)?;
     Ok(store.load(guest, &catalogue, name)?)
+}
+
+/// The same, with what its program touched.
+pub fn find_touched(store: &Store, guest: &str, at: At) -> anyhow::Result<Found> {
+    let (catalogue, name) = look_for(store, guest, at)?;
+    let touches = Touched::ask(store, guest, name);
+    Ok(Found { loaded: store.load(guest, &catalogue, name)?, touches })
+}
+
+/// When the guest starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Beginning {
+    /// When all its memory is there.
+    Loaded,
+    /// Before.
+    With(Start),
+}
+
+/// A touch set that is being read.
+struct Touched(std::cell::Cell<Option<std::thread::JoinHandle<TouchSet>>>);
+
+impl Touched {
+    /// Reads it beside everything else.
+    fn ask(store: &Store, guest: &str, name: Name) -> Self {
+        let (store, guest) = (store.clone(), guest.to_owned());
+        // Without it pages come as they are asked for.
+        let read = move || store.touches(&guest, name.reign).unwrap_or_default();
+        let reading = std::thread::Builder::new().name("touched".into()).spawn(read);
+        Self(std::cell::Cell::new(reading.ok()))
+    }
+
+    fn take(&self) -> TouchSet {
+        self.0.take().and_then(|reading| reading.join().ok()).unwrap_or_default()
+    }
+}
+
+/// A checkpoint that was found.
+pub struct Found {
+    loaded: Loaded,
+    touches: Touched,
 }
 
 /// A checkpoint on its way into a guest.
 pub struct Restoring {
+    touches: Touched,
     loaded: Arc<Loaded>,
     checkpoint: Checkpoint,
     /// Of the guest that is made of it.
@@ -102,7 +147,7 @@ pub struct Restoring {
 impl Restoring {
     /// Reads what is needed to judge; fails if this host does not qualify, and says all of why.
     pub fn prepare(
-        loaded: Loaded,
+        Found { loaded, touches }: Found,
         ours: &HostFacts,
         service: Option<ServiceAddress>,
     ) -> anyhow::Result<Self> {
@@ -127,7 +172,7 @@ impl Restoring {
             settings.service = Some(new);
         }
         let age = Duration::from_millis(now_ms().saturating_sub(about.time_ms));
-        Ok(Self { loaded: Arc::new(loaded), checkpoint, settings, age })
+        Ok(Self { loaded: Arc::new(loaded), touches, checkpoint, settings, age })
     }
 
     /// Which one it is.
@@ -135,8 +180,13 @@ impl Restoring {
         self.loaded.name()
     }
 
-    /// Builds the ghost. Its memory comes behind it, unless it is to come `first`.
-    pub fn build(&self, agent: &Agent, bridge: Option<&str>, first: bool) -> anyhow::Result<Held> {
+    /// Builds the ghost. On success it can start; what of its memory is not there comes behind it.
+    pub fn build(
+        &self,
+        agent: &Agent,
+        bridge: Option<&str>,
+        start: Beginning,
+    ) -> anyhow::Result<Held> {
         for rule in self.settings.files.iter().filter(|rule| rule.replicated) {
             let is_empty = std::fs::read_dir(&rule.path).is_ok_and(|mut all| all.next().is_none());
             if std::path::Path::new(&rule.path).exists() && !is_empty {
@@ -152,39 +202,34 @@ impl Restoring {
         let mut changes = std::io::BufReader::new(self.loaded.changes());
         held.take_files(&mut changes, self.loaded.changes_bytes(), progress)
             .context("bring back the replicated directories")?;
-        let (touched, plan) = if first {
-            (TouchSet::default(), Plan { first: self.loaded.all(), then: Vec::new() })
-        } else {
-            // Without it pages come as they are asked for.
-            let touched = self.loaded.touches().unwrap_or_default();
-            let plan = Plan::new(&touched, None);
-            (touched, plan)
+        let touched = self.touches.take();
+        let plan = match start {
+            Beginning::Loaded => Plan { first: self.loaded.all(), then: Vec::new() },
+            Beginning::With(start) => Plan::new(&touched, start),
         };
-        let loader = held.ghost.apply_late(self.checkpoint.clone(), &*self.loaded, &plan)?;
-        if !loader.is_done() {
-            held.late = Some(self.load(agent, loader, touched)?);
-        }
+        let mut loading = None;
+        let run = |loader: Loader| {
+            loading = Some(self.load(agent, loader, touched)?);
+            Ok(())
+        };
+        held.ghost.apply_late(self.checkpoint.clone(), &*self.loaded, &plan, run)?;
+        held.late = loading;
         Ok(held)
     }
 
-    /// Brings the rest of the memory in on a thread of its own, from now on.
+    /// Brings memory in on a thread of its own, from now on.
     fn load(
         &self,
         agent: &Agent,
         loader: Loader,
         mut touched: TouchSet,
-    ) -> anyhow::Result<Arc<LoaderProgress>> {
+    ) -> std::io::Result<Arc<LoaderProgress>> {
         let (progress, source) = (loader.progress(), self.loaded.clone());
         let (reporter, guest) = (agent.reporter.clone(), self.settings.guest.clone());
+        let started = progress.clone();
         let run = move || match loader.run(&*source) {
             Ok(loaded) => {
-                let waits = loaded.missed.len() as u64 + loaded.late;
-                reporter.note(&format!(
-                    "guest {guest} has all its memory: {} came behind it in {:.1} s; it waited \
-                     {waits} times",
-                    size(loaded.bytes),
-                    loaded.took.as_secs_f64()
-                ));
+                reporter.loaded(&guest, &loaded);
                 touched.learn(&loaded.missed);
                 if !loaded.missed.is_empty()
                     && let Err(error) = source.put_touches(&touched)
@@ -193,7 +238,10 @@ impl Restoring {
                 }
             }
             Err(failure) => {
-                reporter.alarm(&format!("GUEST {guest} IS LOST: {failure}"));
+                // If it has not been started, whoever waits for that tells why.
+                if started.has_started() {
+                    reporter.alarm(&format!("GUEST {guest} IS LOST: {failure}"));
+                }
                 // Until this program ends with it, nobody may find what was waited for.
                 std::mem::forget(failure);
             }

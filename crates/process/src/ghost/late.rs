@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 
 use hotspare_image::Checkpoint;
 use hotspare_image::memory::{Backing, Mapping, MmId, PAGE_BYTES, PageOwner, mapping_flags};
@@ -14,7 +16,7 @@ use super::body::Body;
 use super::error::{GhostError, GhostResult};
 use super::{Ghost, living};
 use crate::capture::ranges::{Ranges, merge_sorted};
-use crate::lazy::{LazySpace, Loader, Plan};
+use crate::lazy::{Due, LazySpace, Loader, Plan};
 use crate::pages::{Content, PageRun};
 
 /// Below the stack pointer, a function may keep something (System V ABI for x86-64).
@@ -24,19 +26,23 @@ const VITAL_PAGES: u64 = 32;
 /// In [`hotspare_image::memory::Layout::words`].
 const ARG_START: usize = 7;
 const ENV_END: usize = 10;
-/// Fetched with one request before the guest runs.
-const FIRST_BYTES: u64 = 32 << 20;
+/// Fetched with one request, of what cannot come late.
+const EARLY_BYTES: u64 = 1 << 20;
+/// Such requests under way at a time.
+const EARLY_REQUESTS: usize = 8;
 
 impl Ghost {
     /// Becomes the guest of a checkpoint whose pages are elsewhere, without waiting for all of
-    /// them. The ghost must be new. What `plan` wants first is there afterwards, and what cannot
-    /// come late; the loader must [run](Loader::run) before anything else is done to the ghost.
+    /// them. The ghost must be new. `start` is given the loader, which it must let
+    /// [run](Loader::run) on a thread of its own. On success the ghost may be finalised: what
+    /// cannot come late is there, and so is what `plan` wants before the guest runs.
     pub fn apply_late(
         &mut self,
         checkpoint: Checkpoint,
         source: &dyn PageSource,
         plan: &Plan,
-    ) -> GhostResult<Loader> {
+        start: impl FnOnce(Loader) -> std::io::Result<()>,
+    ) -> GhostResult<()> {
         if self.image.is_some() {
             return Err(GhostError::Image("only a new ghost can be loaded late".into()));
         }
@@ -45,33 +51,17 @@ impl Ghost {
         self.set_subreapers(&checkpoint)?;
         let all = source.all();
         let places = late_places(&checkpoint);
-        let vital = vital(&checkpoint);
         let mut late = BTreeMap::new();
-        let mut first: Vec<Span> = Vec::new();
+        let mut early: Vec<Span> = Vec::new();
         for (owner, spans) in by_owner(&all) {
             let PageOwner::Mm(id) = owner else {
-                first.extend(spans_of(owner, &spans));
+                early.extend(spans_of(owner, &spans));
                 continue;
             };
             // An address space that no process has is of no use.
             let Some(places) = places.get(&id) else { continue };
-            first.extend(spans_of(owner, &spans.without(places)));
+            early.extend(spans_of(owner, &spans.without(places)));
             late.insert(id, spans.common(places));
-        }
-        for (id, ranges) in &mut late {
-            let wanted = plan.first.iter().chain(&vital);
-            let mine = wanted.filter(|span| span.owner == PageOwner::Mm(*id));
-            let mine = merge_sorted(mine.map(|span| (span.start, span.end())).collect());
-            let early = ranges.common(&mine);
-            *ranges = ranges.without(&early);
-            first.extend(spans_of(PageOwner::Mm(*id), &early));
-        }
-        for wanted in requests(&first, FIRST_BYTES) {
-            let blocks = source.read(&wanted).map_err(|error| GhostError::Io {
-                verb: "load memory".into(),
-                source: std::io::Error::other(error),
-            })?;
-            self.fill(&mut blocks.into_iter().filter_map(run_of))?;
         }
         let mut spaces = Vec::new();
         for body in self.bodies.values().filter(|body| !body.zombie) {
@@ -79,11 +69,65 @@ impl Ghost {
             let Some(ranges) = late.get(&id).filter(|ranges| !ranges.is_empty()) else { continue };
             spaces.push(miss(body, id, ranges).map_err(GhostError::at(body.pid))?);
         }
+        let plan = plan_of(&late, &vital(&checkpoint), plan);
+        let loader = Loader::new(spaces, plan, all, self.init().host_pid())?;
+        let progress = loader.progress();
+        let failed = |source| GhostError::Io { verb: "load memory".into(), source };
+        start(loader).map_err(failed)?;
+        self.fill_from(source, &requests(&early, EARLY_BYTES))?;
         self.end_zombies(&checkpoint)?;
         self.image = Some(checkpoint);
-        let order = plan.then.iter().copied().chain(all).collect();
-        Ok(Loader::new(spaces, order, self.init().host_pid())?)
+        progress.wait_for_start().map_err(|why| failed(std::io::Error::other(why)))
     }
+
+    /// Fetches several requests at a time, and puts in what comes, in order.
+    fn fill_from(&mut self, source: &dyn PageSource, wanted: &[Vec<Span>]) -> GhostResult<()> {
+        let next = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            let (send, come) = mpsc::sync_channel(EARLY_REQUESTS);
+            for _ in 0..EARLY_REQUESTS.min(wanted.len()) {
+                let (send, next) = (send.clone(), &next);
+                scope.spawn(move || {
+                    while let Some(wanted) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        if send.send(source.read(wanted)).is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+            drop(send);
+            for blocks in come {
+                let blocks = blocks.map_err(|error| GhostError::Io {
+                    verb: "load memory".into(),
+                    source: std::io::Error::other(error),
+                })?;
+                self.fill(&mut blocks.into_iter().filter_map(run_of))?;
+            }
+            Ok(())
+        })
+    }
+}
+
+/// What of a plan comes late; what is vital comes before all of it.
+fn plan_of(late: &BTreeMap<MmId, Ranges>, vital: &[Span], plan: &Plan) -> Plan {
+    let only_late = |spans: &[Span]| -> Vec<Span> {
+        let each = spans.iter().flat_map(|span| {
+            let PageOwner::Mm(id) = span.owner else { return Vec::new() };
+            let Some(ranges) = late.get(&id) else { return Vec::new() };
+            let within = ranges.within(span.start, span.end()).into_iter();
+            let part = |(start, bytes): (u64, usize)| Span {
+                start,
+                pages: bytes as u64 / PAGE_BYTES,
+                ..*span
+            };
+            within.map(part).collect()
+        });
+        each.collect()
+    };
+    let mut first = only_late(vital);
+    first.extend(only_late(&plan.first));
+    let due = |due: &Due| Due { after: due.after, spans: only_late(&due.spans) };
+    Plan { first, then: plan.then.iter().map(due).collect() }
 }
 
 /// Registers what comes late.

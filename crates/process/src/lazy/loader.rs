@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotspare_image::memory::{MmId, PAGE_BYTES, PageOwner};
@@ -18,11 +18,16 @@ use hotspare_kernel::{HostPid, KernelError, pidfd};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
+use super::head::Head;
+use super::plan::Plan;
 use super::space::{Asked, LazySpace};
 use crate::capture::ranges::{Ranges, merge_sorted};
 
-/// Asked for at once behind the guest.
+/// Asked for at once.
 const REQUEST_BYTES: u64 = 512 << 10;
+/// Requests for what comes later that are under way while the guest cannot start yet: so many that
+/// the line is not idle when it does.
+const AHEAD_MAX: usize = 2;
 /// Such requests under way at most.
 const REQUESTS_MAX: usize = 8;
 /// Helpers for what somebody waits for.
@@ -50,6 +55,10 @@ pub struct Loaded {
     /// Pages that somebody waited for before they had been asked for, in that order. Whoever
     /// predicts what a program touches learns from it.
     pub missed: Vec<Span>,
+    /// Bytes that were there before the guest could start.
+    pub before: u64,
+    /// How long that took, of all the time.
+    pub until_start: Duration,
     /// How often somebody waited for a page that was under way.
     pub late: u64,
     /// Pages of which the checkpoint has nothing.
@@ -63,6 +72,8 @@ pub struct Loaded {
 pub struct LoaderProgress {
     bytes_left: AtomicU64,
     done: AtomicBool,
+    start: Mutex<Option<Result<(), String>>>,
+    decided: Condvar,
 }
 
 impl LoaderProgress {
@@ -75,21 +86,55 @@ impl LoaderProgress {
     pub fn is_done(&self) -> bool {
         self.done.load(Ordering::Acquire)
     }
+
+    /// Whether it was said that the guest may start.
+    pub fn has_started(&self) -> bool {
+        let start = self.start.lock().unwrap_or_else(PoisonError::into_inner);
+        matches!(*start, Some(Ok(())))
+    }
+
+    /// Waits until the guest may start, or cannot, and why.
+    pub(crate) fn wait_for_start(&self) -> Result<(), String> {
+        let start = self.start.lock().unwrap_or_else(PoisonError::into_inner);
+        let decided = self.decided.wait_while(start, |start| start.is_none());
+        let decided = decided.unwrap_or_else(PoisonError::into_inner);
+        decided.clone().unwrap_or(Ok(()))
+    }
+
+    /// Only the first answer counts.
+    fn decide(&self, start: Result<(), String>) {
+        let mut decided = self.start.lock().unwrap_or_else(PoisonError::into_inner);
+        decided.get_or_insert(start);
+        self.decided.notify_all();
+    }
 }
 
 /// Has everything that a guest still misses.
 #[derive(Debug)]
 pub struct Loader {
     spaces: Vec<LazySpace>,
+    first: VecDeque<Span>,
     order: VecDeque<Span>,
+    head: Head,
     init: OwnedFd,
     progress: Arc<LoaderProgress>,
 }
 
 struct Request {
     spans: Vec<Span>,
-    urgent: bool,
+    kind: Kind,
     sent: Instant,
+}
+
+/// What for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Somebody waits for it.
+    Urgent,
+    /// The guest cannot start without it.
+    First,
+    /// It comes behind.
+    Behind,
 }
 
 struct Reply {
@@ -99,13 +144,21 @@ struct Reply {
 
 /// The thread that owns the books, at work.
 struct Work<'a> {
+    began: Instant,
+    source: &'a dyn PageSource,
     spaces: Vec<LazySpace>,
+    /// Before anything else, of `order`.
+    first: VecDeque<Span>,
     order: VecDeque<Span>,
+    /// Until the guest may start.
+    head: Option<Head>,
     /// What has been asked for, by where it is in the checkpoint.
     flying: BTreeMap<MmId, Ranges>,
     urgent: Sender<Request>,
     behind: Sender<Request>,
     under_way: usize,
+    /// Of these, such for what comes behind.
+    ahead: usize,
     pace: Pace,
     around: Around,
     loaded: Loaded,
@@ -144,21 +197,21 @@ impl Around {
 }
 
 impl Loader {
+    /// What the plan has is part of what the spaces miss; `all` follows it.
     pub(crate) fn new(
         spaces: Vec<LazySpace>,
-        order: Vec<Span>,
+        plan: Plan,
+        all: Vec<Span>,
         init: HostPid,
     ) -> hotspare_kernel::Result<Self> {
         let progress = LoaderProgress::default();
         let left: u64 = spaces.iter().map(|space| space.pending.bytes()).sum();
         progress.bytes_left.store(left, Ordering::Relaxed);
-        let (order, progress) = (order.into(), Arc::new(progress));
-        Ok(Self { spaces, order, init: pidfd::open(init)?, progress })
-    }
-
-    /// Whether all memory is there already, and it need not [run](Loader::run).
-    pub fn is_done(&self) -> bool {
-        self.spaces.is_empty()
+        let head = Head::new(&plan.first, &plan.then);
+        let then = plan.then.into_iter().flat_map(|due| due.spans);
+        let (order, progress) = (then.chain(all).collect(), Arc::new(progress));
+        let first = plan.first.into();
+        Ok(Self { spaces, first, order, head, init: pidfd::open(init)?, progress })
     }
 
     /// For others to look at.
@@ -167,16 +220,15 @@ impl Loader {
     }
 
     /// Serves the guest until all its memory is there, with helpers of its own. To be called on a
-    /// thread that nobody who is traced or traces waits for, before the ghost is finalised: from
-    /// then on its memory is touched.
+    /// thread that nobody who is traced or traces waits for, before the ghost's memory is touched.
     ///
     /// On failure the guest has been told to die; see [`LoadFailure`].
     pub fn run(self, source: &dyn PageSource) -> Result<Loaded, LoadFailure> {
-        let Self { spaces, order, init, progress } = self;
+        let Self { spaces, first, order, head, init, progress } = self;
         let bell = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         let bell = match bell {
             Ok(bell) => bell,
-            Err(errno) => return Err(fail(&init, spaces, errno.to_string())),
+            Err(errno) => return Err(fail(&init, spaces, &progress, errno.to_string())),
         };
         let (replies, answered) = mpsc::channel();
         let (urgent, urgent_requests) = mpsc::channel();
@@ -193,36 +245,49 @@ impl Loader {
                     scope.spawn(move || fetch(source, requests, &replies, bell));
                 }
             }
+            let began = Instant::now();
             let mut work = Work {
+                began,
+                source,
                 spaces,
+                first,
                 order,
+                head: Some(head),
                 flying: BTreeMap::new(),
                 urgent,
                 behind,
                 under_way: 0,
+                ahead: 0,
                 pace: Pace { limit: 2, fastest: Duration::MAX },
                 around: Around::default(),
                 loaded: Loaded::default(),
                 progress: &progress,
             };
-            let began = Instant::now();
             match work.serve(&answered, bell) {
                 Ok(()) => {
+                    work.judge();
                     let waited = work.spaces.iter().map(|space| space.waited).sum();
                     let loaded = Loaded { took: began.elapsed(), waited, ..work.loaded };
                     // Whoever sees that it is done may register the memory anew.
                     drop(work.spaces);
                     progress.bytes_left.store(0, Ordering::Relaxed);
                     progress.done.store(true, Ordering::Release);
+                    progress.decide(Ok(()));
                     Ok(loaded)
                 }
-                Err(why) => Err(fail(&init, work.spaces, why)),
+                Err(why) => Err(fail(&init, work.spaces, &progress, why)),
             }
         })
     }
 }
 
-fn fail(init: &OwnedFd, unserved: Vec<LazySpace>, why: String) -> LoadFailure {
+fn fail(
+    init: &OwnedFd,
+    unserved: Vec<LazySpace>,
+    progress: &LoaderProgress,
+    why: String,
+) -> LoadFailure {
+    progress.decide(Err(why.clone()));
     let killed = pidfd::send_signal(init.as_fd(), libc::SIGKILL);
     if let Err(error) = killed.as_ref()
         && !error.is_died()
@@ -276,9 +341,17 @@ fn covers(wanted: &[Span], blocks: &[Block]) -> bool {
     }) && given.next().is_none()
 }
 
+/// Whether nothing of a span of the checkpoint is still to come.
+fn is_there(spaces: &[LazySpace], span: &Span) -> bool {
+    let PageOwner::Mm(id) = span.owner else { return true };
+    let mut its = spaces.iter().filter(|space| space.id == id && !space.ended);
+    its.all(|space| space.pending.of_source(span.start, span.end()).is_empty())
+}
+
 impl Work<'_> {
     fn serve(&mut self, answered: &Receiver<Reply>, bell: &EventFd) -> Result<(), String> {
         loop {
+            self.judge();
             self.ask_for_more();
             if self.spaces.iter().all(|space| space.ended || space.pending.is_empty()) {
                 return Ok(());
@@ -292,6 +365,18 @@ impl Work<'_> {
             }
             let left = self.spaces.iter().map(|space| space.pending.bytes()).sum();
             self.progress.bytes_left.store(left, Ordering::Relaxed);
+        }
+    }
+
+    /// Lets the guest start if it may.
+    fn judge(&mut self) {
+        let Some(head) = &mut self.head else { return };
+        let spaces = &self.spaces;
+        if head.may_start(|span| is_there(spaces, span)) {
+            self.head = None;
+            self.loaded.before = self.loaded.bytes;
+            self.loaded.until_start = self.began.elapsed();
+            self.progress.decide(Ok(()));
         }
     }
 
@@ -359,14 +444,10 @@ impl Work<'_> {
         }
         self.loaded.missed.push(Span { owner, start: source, pages: 1 });
         let bytes = self.around.next(source);
-        let pieces = space.pending.of_source(source, source + bytes);
-        let pieces = pieces.iter().map(|piece| (piece.source, piece.source + piece.bytes));
-        let wanted = merge_sorted(pieces.collect()).without(flying);
-        *flying = flying.with(&wanted);
-        let span =
-            |(start, end): (u64, u64)| Span { owner, start, pages: (end - start) / PAGE_BYTES };
-        let spans: Vec<Span> = wanted.iter().map(span).collect();
-        let _ = self.urgent.send(Request { spans, urgent: true, sent: Instant::now() });
+        let wanted = Span { owner, start: source, pages: bytes / PAGE_BYTES };
+        let spans = self.claim(wanted, bytes).0;
+        let request = Request { spans, kind: Kind::Urgent, sent: Instant::now() };
+        let _ = self.urgent.send(request);
         // It will probably go on from there.
         let next = Span { owner, start: source + bytes, pages: REQUEST_BYTES / PAGE_BYTES };
         self.order.push_front(next);
@@ -374,57 +455,108 @@ impl Work<'_> {
 
     /// Keeps the helpers busy with what nobody waits for yet.
     fn ask_for_more(&mut self) {
-        while self.under_way < self.pace.limit {
-            let mut spans = self.next_spans();
+        // As long as nobody runs who could be slowed down, the line is filled.
+        let limit = if self.head.is_some() { REQUESTS_MAX } else { self.pace.limit };
+        while self.under_way < limit {
+            let mut kind = Kind::First;
+            let mut spans = self.next_spans(kind);
+            if spans.is_empty() {
+                kind = Kind::Behind;
+                // What may wait does not take the line from what may not.
+                if self.ahead >= AHEAD_MAX && self.lacks_first() {
+                    return;
+                }
+                spans = self.next_spans(kind);
+            }
             if spans.is_empty() && self.flying.values().all(Ranges::is_empty) {
                 // What was passed over, for whatever reason.
                 self.order.extend(self.spaces.iter().flat_map(LazySpace::left));
-                spans = self.next_spans();
+                spans = self.next_spans(kind);
             }
             if spans.is_empty() {
                 return;
             }
-            let _ = self.behind.send(Request { spans, urgent: false, sent: Instant::now() });
+            let _ = self.behind.send(Request { spans, kind, sent: Instant::now() });
             self.under_way += 1;
+            self.ahead += usize::from(kind == Kind::Behind);
         }
     }
 
+    /// Whether the guest could not start with what is there, whatever the line is like.
+    fn lacks_first(&mut self) -> bool {
+        let spaces = &self.spaces;
+        self.head.as_mut().is_some_and(|head| !head.has_first(|span| is_there(spaces, span)))
+    }
+
     /// What comes next in the order, as far as it is still to come.
-    fn next_spans(&mut self) -> Vec<Span> {
+    fn next_spans(&mut self, kind: Kind) -> Vec<Span> {
         let mut spans = Vec::new();
         let mut room = REQUEST_BYTES;
         while room > 0 {
-            let Some(next) = self.order.pop_front() else { break };
-            let PageOwner::Mm(id) = next.owner else { continue };
-            let mut wanted = Ranges::default();
-            for space in self.spaces.iter().filter(|space| space.id == id && !space.ended) {
-                let pieces = space.pending.of_source(next.start, next.end());
-                let pieces = pieces.iter().map(|piece| (piece.source, piece.source + piece.bytes));
-                wanted = wanted.with(&merge_sorted(pieces.collect()));
-            }
-            let flying = self.flying.entry(id).or_default();
-            let mut wanted = wanted.without(flying);
-            for (start, bytes) in wanted.take(room) {
-                room -= bytes as u64;
-                *flying = flying.with(&merge_sorted(vec![(start, start + bytes as u64)]));
-                spans.push(Span { owner: next.owner, start, pages: bytes as u64 / PAGE_BYTES });
-            }
-            if let Some((start, _)) = wanted.iter().next() {
-                let pages = (next.end() - start) / PAGE_BYTES;
-                self.order.push_front(Span { start, pages, ..next });
+            let order = if kind == Kind::First { &mut self.first } else { &mut self.order };
+            let Some(next) = order.pop_front() else { break };
+            let (some, rest) = self.claim(next, room);
+            room = room.saturating_sub(some.iter().map(|span| span.pages * PAGE_BYTES).sum());
+            spans.extend(some);
+            if let Some(rest) = rest {
+                let order = if kind == Kind::First { &mut self.first } else { &mut self.order };
+                order.push_front(rest);
             }
         }
         spans
     }
 
+    /// What of a span is to be asked for now, with all that comes along with it; about `room`
+    /// bytes. And what of the span is left then.
+    fn claim(&mut self, span: Span, room: u64) -> (Vec<Span>, Option<Span>) {
+        let mut wanted = self.lacking(span);
+        let some = wanted.take(room).into_iter();
+        let some: Vec<Span> = some
+            .map(|(start, bytes)| Span { start, pages: bytes as u64 / PAGE_BYTES, ..span })
+            .collect();
+        let mut claimed = Vec::new();
+        for whole in self.source.whole(&some) {
+            let PageOwner::Mm(id) = whole.owner else { continue };
+            let lacking = self.lacking(whole);
+            let flying = self.flying.entry(id).or_default();
+            *flying = flying.with(&lacking);
+            let part = |(start, end): (u64, u64)| Span {
+                start,
+                pages: (end - start) / PAGE_BYTES,
+                ..whole
+            };
+            claimed.extend(lacking.iter().map(part));
+        }
+        let left = wanted.iter().next();
+        let rest =
+            left.map(|(start, _)| Span { start, pages: (span.end() - start) / PAGE_BYTES, ..span });
+        (claimed, rest)
+    }
+
+    /// What of a span of the checkpoint is still to come and has not been asked for.
+    fn lacking(&self, span: Span) -> Ranges {
+        let PageOwner::Mm(id) = span.owner else { return Ranges::default() };
+        let mut wanted = Ranges::default();
+        for space in self.spaces.iter().filter(|space| space.id == id && !space.ended) {
+            let pieces = space.pending.of_source(span.start, span.end());
+            let pieces = pieces.iter().map(|piece| (piece.source, piece.source + piece.bytes));
+            wanted = wanted.with(&merge_sorted(pieces.collect()));
+        }
+        self.flying.get(&id).map_or_else(|| wanted.clone(), |flying| wanted.without(flying))
+    }
+
     fn take(&mut self, reply: Reply) -> Result<(), String> {
         let Reply { request, blocks } = reply;
-        if !request.urgent {
+        let bytes: u64 = request.spans.iter().map(|span| span.pages * PAGE_BYTES).sum();
+        if request.kind != Kind::Urgent {
             self.under_way -= 1;
-            let bytes: u64 = request.spans.iter().map(|span| span.pages * PAGE_BYTES).sum();
+            self.ahead -= usize::from(request.kind == Kind::Behind);
             if bytes == REQUEST_BYTES {
                 self.pace.took(request.sent.elapsed());
             }
+        }
+        if let Some(head) = &mut self.head {
+            head.came(bytes, Instant::now());
         }
         for block in blocks.map_err(|error| error.to_string())? {
             self.deliver(&block).map_err(|error| error.to_string())?;

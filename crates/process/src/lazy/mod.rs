@@ -2,16 +2,17 @@
 //! for Checkpoint/Recovery Protocols in Networked Environments").
 //!
 //! ```text
-//!  checkpoint ──▶ layout, small things, touch set ──▶ finalise ──▶ release ──▶ runs
-//!                                        │                            │
-//!                                      Loader: the rest, in the order of first touch
-//!                                              what the guest waits for, ahead of it
+//!  checkpoint ──▶ layout ──▶ what cannot come late ──▶ may start ──▶ finalise ──▶ runs
+//!                    │                                    ▲
+//!                  Loader: the touch set, in the order of first touch; the rest
+//!                          what the guest waits for, ahead of it
 //! ```
 //!
 //! Private anonymous memory comes late; everything else is there before the guest runs: shared
 //! memory can be read by means that no page fault sees (read(2) of a memfd), and what a program
 //! has written over its files is little.
 
+mod head;
 mod loader;
 mod pending;
 mod plan;
@@ -21,5 +22,5 @@ mod space;
 pub use loader::{LoadFailure, Loaded, Loader, LoaderProgress};
 pub(crate) use space::LazySpace;
 
-pub use plan::{Plan, Window};
+pub use plan::{Due, Plan, Start, Window};
 pub use sources::Sources;

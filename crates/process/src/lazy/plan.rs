@@ -1,8 +1,10 @@
 //! What comes before the guest runs, and in which order the rest follows.
 //!
-//! FREM waits for the whole touch set. But it is known when each page was touched first, and when
-//! it can be here: the guest may start as soon as, from then on, no page comes later than it was
-//! touched after the checkpoint, as a film can be shown while its end is still being sent.
+//! FREM waits for the whole touch set. But it is known when each page was touched first, and, once
+//! the first of them are here, how fast they come: the guest may start as soon as, from then on, no
+//! page comes later than it was touched after the checkpoint, as a film can be shown while its end
+//! is still being sent. Or even before: whoever waits for a page that is on its way is no later
+//! than if all had waited for it.
 
 use std::time::Duration;
 
@@ -10,43 +12,78 @@ use hotspare_image::memory::PAGE_BYTES;
 use hotspare_image::source::Span;
 use hotspare_image::touch::TouchSet;
 
+/// When a guest whose memory comes behind it may start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Start {
+    /// When what it touched in its first moments is there, or [`EARLY_BYTES`] of that. It may have
+    /// to wait for the rest.
+    #[default]
+    Early,
+    /// When, at the bandwidth that is measured meanwhile, it will find each page of the touch set
+    /// there at the time of its first touch.
+    Smooth,
+    /// When the whole touch set is there, as FREM does.
+    Touched,
+}
+
 /// In which order memory comes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     /// Before the guest runs.
     pub first: Vec<Span>,
-    /// Behind it, before everything else.
-    pub then: Vec<Span>,
+    /// Behind it, in this order, before everything else.
+    pub then: Vec<Due>,
 }
 
+/// What was touched for the first time in one part of the tracking window.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Due {
+    /// How long after its start the guest is expected to touch it; if not given, it may wait.
+    pub after: Option<Duration>,
+    /// The pages.
+    pub spans: Vec<Span>,
+}
+
+/// What was touched until then after the checkpoint belongs to the first moments.
+const FIRST_MOMENTS_MS: u32 = 20;
+/// Of what is touched in the first moments no more is waited for. A server finds what its first
+/// requests need; who goes over all of its memory at once is not helped by waiting.
+pub const EARLY_BYTES: u64 = 2 << 20;
+
 impl Plan {
-    /// The plan for a touch set and a line of so many bytes a second. If that is not known, all of
-    /// the touch set comes first.
+    /// The plan for a touch set.
     #[must_use]
-    pub fn new(touched: &TouchSet, bytes_per_second: Option<u64>) -> Self {
-        let head_start = bytes_per_second.map_or(u64::MAX, |rate| head_start(touched, rate));
+    pub fn new(touched: &TouchSet, start: Start) -> Self {
         let mut plan = Self::default();
-        let mut bytes = 0;
-        for span in touched.groups.iter().flat_map(|group| &group.spans) {
-            let target = if bytes < head_start { &mut plan.first } else { &mut plan.then };
-            target.push(*span);
-            bytes += span.pages * PAGE_BYTES;
+        let (mut from_ms, mut room) = (0, u64::MAX);
+        if start == Start::Early {
+            room = EARLY_BYTES / PAGE_BYTES;
+        }
+        for group in &touched.groups {
+            let is_first = match start {
+                Start::Touched => true,
+                Start::Smooth => from_ms == 0,
+                Start::Early => from_ms == 0 || group.until_ms <= FIRST_MOMENTS_MS,
+            };
+            let after = Duration::from_millis(from_ms.into());
+            let after = (start == Start::Smooth).then_some(after);
+            let mut spans = Vec::new();
+            for span in &group.spans {
+                let now = if is_first { span.pages.min(room) } else { 0 };
+                room -= now;
+                let start = span.start + now * PAGE_BYTES;
+                plan.first.extend((now > 0).then_some(Span { pages: now, ..*span }));
+                let pages = span.pages - now;
+                spans.extend((pages > 0).then_some(Span { start, pages, ..*span }));
+            }
+            if !spans.is_empty() {
+                plan.then.push(Due { after, spans });
+            }
+            // It may be wanted as soon as its part of the window begins.
+            from_ms = group.until_ms;
         }
         plan
     }
-}
-
-/// Bytes that must be there at the start.
-fn head_start(touched: &TouchSet, rate: u64) -> u64 {
-    let (mut bytes, mut from, mut most) = (0u64, 0u64, 0u64);
-    for group in &touched.groups {
-        bytes += group.pages() * PAGE_BYTES;
-        // It may be wanted as soon as its part of the window begins.
-        let meanwhile = (u128::from(from) * u128::from(rate) / 1000).min(u64::MAX.into()) as u64;
-        most = most.max(bytes.saturating_sub(meanwhile));
-        from = u64::from(group.until_ms);
-    }
-    most
 }
 
 /// How long touches are tracked after a checkpoint.
@@ -97,7 +134,6 @@ mod tests {
     use super::*;
     use hotspare_image::memory::{MmId, PageOwner};
     use hotspare_image::touch::TouchGroup;
-    use proptest::prelude::*;
 
     fn group(until_ms: u32, start: u64, pages: u64) -> TouchGroup {
         let owner = PageOwner::Mm(MmId(1));
@@ -113,23 +149,37 @@ mod tests {
         TouchSet { groups: groups.collect(), has_reads: true }
     }
 
+    /// In pages.
     const MIB: u64 = 256;
 
-    #[test]
-    fn a_program_that_touches_slowly_starts_with_its_first_pages() {
-        // 1 MiB at once, then 1 MiB in each second, over a line of 2 MiB a second.
-        let touched = set(&[(10, MIB), (1010, MIB), (2010, MIB), (3010, MIB)]);
-        let plan = Plan::new(&touched, Some(2 << 20));
-        let first: u64 = plan.first.iter().map(|span| span.pages).sum();
-        assert_eq!((first, plan.then.len()), (2 * MIB, 2));
+    fn pages(spans: &[Span]) -> u64 {
+        spans.iter().map(|span| span.pages).sum()
     }
 
     #[test]
-    fn a_program_that_touches_everything_at_once_waits_for_everything() {
-        let touched = set(&[(5, MIB), (10, 100 * MIB), (20, MIB)]);
-        let plan = Plan::new(&touched, Some(1 << 20));
-        assert!(plan.then.is_empty());
-        assert_eq!(Plan::new(&touched, None).first.len(), 3);
+    fn only_what_is_touched_at_once_comes_first() {
+        let touched = set(&[(5, 9), (10, 2 * 9), (20, 4 * 9), (40, 9), (80, 9)]);
+        let plan = Plan::new(&touched, Start::Early);
+        assert_eq!((pages(&plan.first), plan.then.len()), (7 * 9, 2));
+        assert!(plan.then.iter().all(|due| due.after.is_none()));
+        let plan = Plan::new(&touched, Start::Smooth);
+        let after = |due: &Due| due.after.map(|after| after.as_millis());
+        let dues: Vec<_> = plan.then.iter().map(after).collect();
+        assert_eq!(pages(&plan.first), 9);
+        assert_eq!(dues, [Some(5), Some(10), Some(20), Some(40)]);
+        let plan = Plan::new(&touched, Start::Touched);
+        assert_eq!((pages(&plan.first), plan.then.len()), (9 * 9, 0));
+    }
+
+    #[test]
+    fn who_touches_much_at_once_does_not_wait_for_all_of_it() {
+        let touched = set(&[(1010, MIB), (2010, MIB)]);
+        assert_eq!(Plan::new(&touched, Start::Early).then.len(), 1);
+        let touched = set(&[(5, 100 * MIB), (10, MIB)]);
+        let plan = Plan::new(&touched, Start::Early);
+        let then: u64 = plan.then.iter().map(|due| pages(&due.spans)).sum();
+        assert_eq!((pages(&plan.first), then), (EARLY_BYTES / PAGE_BYTES, 99 * MIB));
+        assert_eq!(plan.then[0].spans[0].start, plan.first[0].end());
     }
 
     #[test]
@@ -142,31 +192,5 @@ mod tests {
         assert!(window.is_over(second, 100 << 20, 100 << 20));
         assert!(window.is_over(30 * second, 1 << 50, 0));
         assert!(!window.is_over(Duration::ZERO, 0, 0));
-    }
-
-    proptest! {
-        /// From the start on, everything is there when it is first wanted.
-        #[test]
-        fn nothing_comes_later_than_it_was_touched(
-            parts in prop::collection::vec((1u32..500, 0u64..2000), 1..10),
-            rate in 1u64..(64 << 20),
-        ) {
-            let mut until = 0;
-            let parts = parts.into_iter().map(|(ms, pages)| {
-                until += ms;
-                (until, pages)
-            });
-            let touched = set(&parts.collect::<Vec<_>>());
-            let start = head_start(&touched, rate);
-            let (mut bytes, mut from) = (0u64, 0u64);
-            for group in &touched.groups {
-                bytes += group.pages() * PAGE_BYTES;
-                prop_assert!(bytes <= start + rate * from / 1000 + 1);
-                from = u64::from(group.until_ms);
-            }
-            let plan = Plan::new(&touched, Some(rate));
-            let all: u64 = plan.first.iter().chain(&plan.then).map(|span| span.pages).sum();
-            prop_assert_eq!(all, touched.pages());
-        }
     }
 }

@@ -50,6 +50,10 @@ impl PageSource for Sources {
         Err(only.clone())
     }
 
+    fn whole(&self, wanted: &[Span]) -> Vec<Span> {
+        self.all[self.good.load(Ordering::Relaxed)].whole(wanted)
+    }
+
     fn all(&self) -> Vec<Span> {
         self.all[self.good.load(Ordering::Relaxed)].all()
     }

@@ -116,14 +116,27 @@ impl LazySpace {
     /// Puts bytes in where they belong now. False if events have to be read first.
     pub(crate) fn put(&mut self, piece: Piece, bytes: &[u8]) -> hotspare_kernel::Result<bool> {
         let mut done = 0;
-        while done < piece.bytes {
-            let at = piece.at + done;
-            let rest = &bytes[done as usize..];
+        let is_in = self.put_more(piece, bytes, &mut done)?;
+        // Who waited for a part that is in runs on, whatever becomes of the rest.
+        self.came(piece.at, piece.at + done);
+        Ok(is_in)
+    }
+
+    /// Puts in what follows the `done` bytes that are in.
+    fn put_more(
+        &mut self,
+        piece: Piece,
+        bytes: &[u8],
+        done: &mut u64,
+    ) -> hotspare_kernel::Result<bool> {
+        while *done < piece.bytes {
+            let at = piece.at + *done;
+            let rest = &bytes[*done as usize..];
             let put = self.missing.copy(at, rest)?;
             match put {
                 Put::Done(bytes) => {
                     self.pending.remove(at, at + bytes);
-                    done += bytes;
+                    *done += bytes;
                 }
                 Put::Changing => return Ok(false),
                 Put::Ended => {
@@ -141,11 +154,10 @@ impl LazySpace {
                     }
                     self.missing.wake(at, PAGE_BYTES)?;
                     self.pending.remove(at, at + PAGE_BYTES);
-                    done += PAGE_BYTES;
+                    *done += PAGE_BYTES;
                 }
             }
         }
-        self.came(piece.at, piece.at + piece.bytes);
         Ok(true)
     }
 

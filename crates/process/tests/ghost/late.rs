@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hotspare_image::Checkpoint;
+use hotspare_image::source::PageSource;
 use hotspare_process::lazy::{Loaded, Plan, Sources};
 use hotspare_process::pages::PageRun;
 
@@ -189,7 +190,7 @@ pub fn stopped_without_memory() {
     primary.run_until("60 ok");
     let first = primary.checkpoint();
     let mut stored = line(&first, 64);
-    stored.requests_max = Some(12);
+    stored.requests_max = Some(40);
     primary.die();
     let spare = Spare::start(&first.0);
     let (mut primary, loading) = spare.restart_late(first.0, Arc::new(stored), &Plan::default());
@@ -202,13 +203,28 @@ pub fn stopped_without_memory() {
     assert!(!rest.contains("LOST"), "{rest}");
 }
 
+/// It does not start if what it needs for that cannot be had.
+pub fn not_started_without_memory() {
+    let mut primary = Primary::start(&["python3", "-c", HOLDS_MUCH]);
+    primary.run_until("60 ok");
+    let first = primary.checkpoint();
+    let mut stored = line(&first, 64);
+    stored.requests_max = Some(8);
+    primary.die();
+    let plan = Plan { first: stored.all(), then: Vec::new() };
+    let spare = Spare::start(&first.0);
+    let error = spare.try_restart_late(first.0, Arc::new(stored), &plan).err();
+    let error = error.expect("it has no memory");
+    assert!(error.contains("the line is dead"), "{error}");
+}
+
 /// The first source dies in the middle; the second one has the rest.
 pub fn goes_on_with_another_source() {
     let mut primary = Primary::start(&["python3", "-c", HOLDS_MUCH]);
     primary.run_until("60 ok");
     let first = primary.checkpoint();
     let mut dies = line(&first, 64);
-    dies.requests_max = Some(12);
+    dies.requests_max = Some(40);
     let sources = Sources::new(vec![Arc::new(dies), Arc::new(line(&first, 64))]);
     primary.die();
     let spare = Spare::start(&first.0);

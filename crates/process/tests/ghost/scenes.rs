@@ -17,6 +17,7 @@ const SCENES: &[(&str, Scene)] = &[
     ("a_source_that_is_lost_is_replaced", late::goes_on_with_another_source),
     ("what_is_read_is_in_the_touch_set", touch::what_is_read_is_in_the_touch_set),
     ("a_guest_whose_memory_is_lost_is_stopped", late::stopped_without_memory),
+    ("a_guest_whose_memory_cannot_be_had_does_not_start", late::not_started_without_memory),
     ("the_program_that_is_awaited_has_descriptors_of_its_own_only", awaited),
     ("a_counting_program_counts_on", counts_on),
     ("a_full_copy_in_pieces_is_not_wiped_by_its_last_step", fills),

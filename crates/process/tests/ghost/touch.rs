@@ -9,7 +9,7 @@ use hotspare_image::memory::{Backing, PAGE_BYTES, PageOwner};
 use hotspare_image::touch::TouchSet;
 use hotspare_kernel::accessed::PageTables;
 use hotspare_process::capture::touch::Touches;
-use hotspare_process::lazy::{Plan, Window};
+use hotspare_process::lazy::{Plan, Start, Window};
 use hotspare_process::pages::PageRun;
 
 use super::late::{line, load};
@@ -101,7 +101,7 @@ pub fn what_is_read_is_in_the_touch_set() {
     assert_eq!((missing, more), (0, 0), "of {} pages", wanted.len());
     primary.die();
     let stored = line(&first, 32);
-    let plan = Plan::new(&touched, None);
+    let plan = Plan::new(&touched, Start::Touched);
     let spare = Spare::start(&first.0);
     let (mut primary, loading) = spare.restart_late(first.0, Arc::new(stored), &plan);
     let left = loading.progress.bytes_left();
@@ -144,8 +144,8 @@ pub fn bench(arguments: &[String]) {
         hotspare_image::source::PageSource::all(&*stored).iter().map(|s| s.pages).sum::<u64>();
     let all = Plan { first: hotspare_image::source::PageSource::all(&*stored), then: Vec::new() };
     let full = restart(&first.0, &stored, &all);
-    let whole = restart(&first.0, &stored, &Plan::new(&touched, None));
-    let early = restart(&first.0, &stored, &Plan::new(&touched, Some(rate)));
+    let [whole, smooth, early] = [Start::Touched, Start::Smooth, Start::Early]
+        .map(|start| restart(&first.0, &stored, &Plan::new(&touched, start)));
     let mib = |pages: u64| pages as f64 / 256.0;
     let looks: Duration = cost.looks.iter().sum();
     let has = |start: u64, owner: PageOwner| {
@@ -154,14 +154,15 @@ pub fn bench(arguments: &[String]) {
     };
     let unforeseen = whole.1.missed.iter().filter(|s| !has(s.start, s.owner)).count();
     println!(
-        "| {} | {:.1} | {:.1} | {:.1} | {:.2} | {:.2} | {:.2} | {:.0} % | {:.2} | {} | {:.2} | \
-         {:.1} |",
+        "| {} | {:.1} | {:.1} | {:.1} | {:.2} | {:.2} | {:.2} | {:.2} | {:.0} % | {:.2} | {} | \
+         {:.2} | {:.1} |",
         arguments[0],
         mib(bytes),
         mib(touched.pages()),
         cost.window.as_secs_f64(),
         full.0.as_secs_f64(),
         whole.0.as_secs_f64(),
+        smooth.0.as_secs_f64(),
         early.0.as_secs_f64(),
         100.0 - 100.0 * early.0.as_secs_f64() / full.0.as_secs_f64(),
         early.1.took.as_secs_f64(),

@@ -17,7 +17,7 @@ use hotspare_process::capture::{Captured, CheckpointRules};
 use hotspare_process::ghost::{FileWorld, Ghost, GhostConfig, clock_offsets};
 use hotspare_process::guest::Guest;
 use hotspare_process::init::{FirstProgram, GuestNamespaces, Init, InitConfig, WritablePath};
-use hotspare_process::lazy::{LoadFailure, Loaded, LoaderProgress, Plan};
+use hotspare_process::lazy::{LoadFailure, Loaded, Loader, LoaderProgress, Plan};
 use hotspare_process::objects::capture::DescriptorCapture;
 use hotspare_process::objects::error::ObjectError;
 use hotspare_process::objects::ipc::IpcCapture;
@@ -244,20 +244,34 @@ impl Spare {
 
     /// A restart that does not wait for its memory.
     pub fn restart_late(
-        mut self,
+        self,
         checkpoint: Checkpoint,
         source: Arc<dyn PageSource>,
         plan: &Plan,
     ) -> (Primary, Loading) {
-        let loader = self.ghost.apply_late(checkpoint, &*source, plan).expect("applies");
-        let progress = loader.progress();
-        let loading = Loading {
-            progress: progress.clone(),
-            thread: std::thread::spawn(move || loader.run(&*source)),
+        self.try_restart_late(checkpoint, source, plan).expect("applies")
+    }
+
+    /// The same; why it does not start.
+    pub fn try_restart_late(
+        mut self,
+        checkpoint: Checkpoint,
+        source: Arc<dyn PageSource>,
+        plan: &Plan,
+    ) -> Result<(Primary, Loading), String> {
+        let (from, mut loading) = (source.clone(), None);
+        let start = |loader: Loader| {
+            let progress = loader.progress();
+            let thread = std::thread::spawn(move || loader.run(&*from));
+            loading = Some(Loading { progress, thread });
+            Ok(())
         };
+        let applied = self.ghost.apply_late(checkpoint, &*source, plan, start);
+        applied.map_err(|error| format!("{error}: {:?}", std::error::Error::source(&error)))?;
+        let loading = loading.expect("is started");
         let mut primary = self.take_over();
-        primary.guest.is_loading(progress);
-        (primary, loading)
+        primary.guest.is_loading(loading.progress.clone());
+        Ok((primary, loading))
     }
 
     /// Failover: the ghost goes live.
