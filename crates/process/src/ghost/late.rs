@@ -74,7 +74,9 @@ impl Ghost {
         let progress = loader.progress();
         let failed = |source| GhostError::Io { verb: "load memory".into(), source };
         start(loader).map_err(failed)?;
-        self.fill_from(source, &requests(&early, EARLY_BYTES))?;
+        let filled = self.fill_from(source, &requests(&early, EARLY_BYTES));
+        // If the loader has killed the ghost meanwhile, its reason is the one.
+        progress.failure().map_or(filled, |why| Err(failed(std::io::Error::other(why))))?;
         self.end_zombies(&checkpoint)?;
         self.image = Some(checkpoint);
         progress.wait_for_start().map_err(|why| failed(std::io::Error::other(why)))

@@ -93,6 +93,12 @@ impl LoaderProgress {
         matches!(*start, Some(Ok(())))
     }
 
+    /// Why the guest cannot start, if that is known.
+    pub(crate) fn failure(&self) -> Option<String> {
+        let start = self.start.lock().unwrap_or_else(PoisonError::into_inner);
+        start.as_ref().and_then(|start| start.clone().err())
+    }
+
     /// Waits until the guest may start, or cannot, and why.
     pub(crate) fn wait_for_start(&self) -> Result<(), String> {
         let start = self.start.lock().unwrap_or_else(PoisonError::into_inner);
