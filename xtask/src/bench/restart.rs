@@ -118,7 +118,7 @@ const COLUMNS: [&str; 13] = [
     "s",
     "saved",
     "came behind s",
-    "threads waited s",
+    "waited for s",
     "unforeseen pages",
     "requests",
 ];
@@ -207,14 +207,14 @@ fn cases<'a>(
 const ABOUT: &str = "A program runs under `hotspare run --store` for some seconds, its host dies, \
     and `hotspare restore` brings it back on another one that reads the store at the end of a line \
     of that bandwidth and round trip (a server of S3's dialect that delays each answer by a round \
-    trip and sends all of them one after another; connections are there at once). Image: private \
-    memory of the guest that is not zero. Times are until the program runs, from the start of \
-    `restore` on: with everything there (`--load-first`), with the touch set (`--start touched`, \
-    as FREM does), with as much as is needed so that, at the measured bandwidth, nothing comes \
-    later than it was touched (`smooth`), and with what was touched in the first moments (`early`, \
-    what `restore` does). What follows is of `early`; saved is against all first. Threads waited: \
-    all threads of the guest together, for pages that were not there yet. Unforeseen: pages that \
-    were waited for and not even asked for.";
+    trip and sends all of them one after another; connections are there at once; what is sent is \
+    compressed). Image: private memory of the guest that is not zero. Times are until the program \
+    runs, from the start of `restore` on: with everything there (`--load-first`), with the touch \
+    set (`--start touched`, as FREM does), with as much as is needed so that, at the measured \
+    bandwidth, nothing comes later than it was touched (`smooth`), and with what was touched in \
+    the first moments (`early`, what `restore` does). What follows is of `early`; saved is against \
+    all first. Waited for: pages that were not there yet, all together, each by whoever came \
+    first. Unforeseen: pages that were waited for and not even asked for.";
 
 fn row(table: &mut Table, name: &str, went: &[Restart]) -> f64 {
     let [all, touched, smooth, early] = went else { return 0.0 };

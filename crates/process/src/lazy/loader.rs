@@ -63,7 +63,7 @@ pub struct Loaded {
     pub late: u64,
     /// Pages of which the checkpoint has nothing.
     pub empty: u64,
-    /// How long threads waited, in all.
+    /// How long pages were waited for, each counted once however many waited for it.
     pub waited: Duration,
 }
 
@@ -421,8 +421,8 @@ impl Work<'_> {
                 }
                 continue;
             };
-            space.waiting.push((at, Instant::now()));
-            self.hurry(index, piece.source);
+            let is_new = space.awaits(at);
+            self.hurry(index, piece.source, is_new);
         }
         Ok(())
     }
@@ -440,12 +440,12 @@ impl Work<'_> {
     }
 
     /// Somebody waits for the page that was at `source` in the checkpoint.
-    fn hurry(&mut self, index: usize, source: u64) {
+    fn hurry(&mut self, index: usize, source: u64, is_new: bool) {
         let space = &self.spaces[index];
         let owner = PageOwner::Mm(space.id);
         let flying = self.flying.entry(space.id).or_default();
         if !flying.within(source, source + PAGE_BYTES).is_empty() {
-            self.loaded.late += 1;
+            self.loaded.late += u64::from(is_new);
             return;
         }
         self.loaded.missed.push(Span { owner, start: source, pages: 1 });
@@ -557,7 +557,7 @@ impl Work<'_> {
         if request.kind != Kind::Urgent {
             self.under_way -= 1;
             self.ahead -= usize::from(request.kind == Kind::Behind);
-            if bytes == REQUEST_BYTES {
+            if bytes >= REQUEST_BYTES {
                 self.pace.took(request.sent.elapsed());
             }
         }

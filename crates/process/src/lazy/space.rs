@@ -20,9 +20,10 @@ pub(crate) struct LazySpace {
     registered: Ranges,
     /// Where something was moved to before we were told that what stood there is unmapped.
     owed: Ranges,
-    /// Addresses that somebody waits for, and that are on their way.
-    pub(crate) waiting: Vec<(u64, Instant)>,
-    /// How long somebody waited in all.
+    /// Addresses that somebody waits for, and that are on their way. Who is interrupted asks for
+    /// the same again.
+    waiting: Vec<(u64, Instant)>,
+    /// How long pages were waited for, each by whoever came first.
     pub(crate) waited: Duration,
     pub(crate) ended: bool,
 }
@@ -159,6 +160,15 @@ impl LazySpace {
             }
         }
         Ok(true)
+    }
+
+    /// Somebody waits for a page that is to come. Whether nobody did so far.
+    pub(crate) fn awaits(&mut self, page: u64) -> bool {
+        let is_new = self.waiting.iter().all(|(at, _)| *at != page);
+        if is_new {
+            self.waiting.push((page, Instant::now()));
+        }
+        is_new
     }
 
     fn came(&mut self, start: u64, end: u64) {
