@@ -282,18 +282,21 @@ impl Space {
     }
 
     fn read_lines(&mut self) -> ObjectResult<()> {
-        if self.stopped {
-            if self.has_same_lines() {
-                return Ok(());
-            }
-            self.lines_of = self.mappings_now.map(|mark| (mark, Instant::now()));
+        if self.stopped && self.has_same_lines() {
+            return Ok(());
         }
+        // If it fails, nothing is known of them.
+        let before = self.lines_of.take();
         let mut maps = self.maps.lock().unwrap_or_else(PoisonError::into_inner);
         if maps.read(&mut self.lines)? {
             self.lines_read += 1;
             cut_off_stub(self.stub, &mut self.lines);
             make_disjoint(&mut self.lines);
         }
+        self.lines_of = match self.stopped {
+            true => self.mappings_now.map(|mark| (mark, Instant::now())),
+            false => before,
+        };
         Ok(())
     }
 
