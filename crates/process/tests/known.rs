@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use hotspare_image::Checkpoint;
 use hotspare_image::tree::{Process, ProcessState};
-use hotspare_kernel::HostPid;
 use hotspare_kernel::marks::Marks;
 use hotspare_kernel::ptrace::reg;
+use hotspare_kernel::{HostPid, thread_info};
 use hotspare_process::capture::CheckpointRules;
 use hotspare_process::capture::shared::SharedTable;
 use hotspare_process::guest::Guest;
@@ -102,7 +102,11 @@ impl Told {
             assert!(self.guest.is_alive(), "has ended");
             self.guest.pump(&[], Duration::from_millis(5)).expect("pumps");
         }
-        self.guest.pump(&[], Duration::from_millis(30)).expect("pumps");
+        // It sleeps in nothing else now.
+        let sleeps = |pid| thread_info::status(pid).is_ok_and(|status| status.state == b'S');
+        while !self.guest.processes().all(sleeps) {
+            self.guest.pump(&[], Duration::from_millis(5)).expect("pumps");
+        }
     }
 
     fn checkpoint(&mut self) -> Checkpoint {

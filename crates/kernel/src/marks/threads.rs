@@ -1,5 +1,6 @@
 //! Marks of threads and processes.
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Mutex;
 
@@ -37,7 +38,7 @@ pub struct ThreadMark {
 #[derive(Clone, Debug, Default)]
 pub struct Seen {
     /// Its threads.
-    pub threads: Vec<(HostPid, ThreadMark)>,
+    pub threads: BTreeMap<HostPid, ThreadMark>,
     /// What is common to them.
     pub process: Vec<u8>,
     /// A number that is another one after each change of its mappings (`mm_lock_seq`).
@@ -115,7 +116,7 @@ impl ThreadMarks {
         let whole = groups as usize <= GROUPS;
         let mark =
             ThreadMark { pending: [word(2)?, word(3)?], bytes: whole.then(|| thread.to_vec()) };
-        seen.threads.push((HostPid(tid as i32), mark));
+        seen.threads.insert(HostPid(tid as i32), mark);
         if !process.is_empty() {
             seen.process = process.to_vec();
             seen.mappings = word(4)?;
@@ -312,8 +313,7 @@ mod tests {
 
         fn thread(&self) -> ThreadMark {
             let tid = HostPid(nix::unistd::gettid().as_raw());
-            let mut all = self.look().threads.into_iter();
-            all.find(|(seen, _)| *seen == tid).expect("sees this thread").1
+            self.look().threads.remove(&tid).expect("sees this thread")
         }
     }
 

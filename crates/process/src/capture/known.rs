@@ -81,7 +81,7 @@ impl Guest {
 
     /// Threads that can be described by [`Guest::describe_known`].
     pub(super) fn is_known(&self, tid: HostPid, seen: Option<&Seen>) -> bool {
-        let mark = seen.and_then(|seen| mark_of(seen, tid)).and_then(|mark| mark.bytes.as_ref());
+        let mark = seen.and_then(|seen| seen.threads.get(&tid)?.bytes.as_ref());
         let known = self.threads.get(&tid).and_then(|thread| thread.known.as_ref());
         known.is_some_and(|known| Some(&known.mark) == mark)
     }
@@ -93,7 +93,7 @@ impl Guest {
         seen: Option<&Seen>,
     ) -> ObjectResult<Option<ThreadImage>> {
         let Some(thread) = self.threads.get_mut(&tid) else { return Ok(None) };
-        let Some(mark) = seen.and_then(|seen| mark_of(seen, tid)) else { return Ok(None) };
+        let Some(mark) = seen.and_then(|seen| seen.threads.get(&tid)) else { return Ok(None) };
         let Some(mut known) = thread.known.take() else { return Ok(None) };
         let slept = thread.is_asleep();
         if !slept {
@@ -123,14 +123,10 @@ impl Guest {
     ) {
         for (tid, image) in found {
             let Some(thread) = self.threads.get_mut(tid) else { continue };
-            let mark = mark_of(seen, *tid).and_then(|mark| mark.bytes.clone());
+            let mark = seen.threads.get(tid).and_then(|mark| mark.bytes.clone());
             thread.known = mark.map(|mark| KnownThread { mark, image: Box::new(image.clone()) });
         }
     }
-}
-
-fn mark_of(seen: &Seen, tid: HostPid) -> Option<&ThreadMark> {
-    seen.threads.iter().find(|(of, _)| *of == tid).map(|(_, mark)| mark)
 }
 
 fn look_at_registers(thread: &Thread, image: &mut ThreadImage) -> ObjectResult<()> {
@@ -179,6 +175,6 @@ impl ProcessCache {
 }
 
 fn mark_with_first(seen: &Seen, pid: HostPid) -> Option<(&ThreadMark, Mark)> {
-    let first = mark_of(seen, pid)?;
+    let first = seen.threads.get(&pid)?;
     Some((first, (seen.process.clone(), first.bytes.clone()?)))
 }

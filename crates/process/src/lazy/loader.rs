@@ -231,6 +231,7 @@ impl Loader {
     /// On failure the guest has been told to die; see [`LoadFailure`].
     pub fn run(self, source: &dyn PageSource) -> Result<Loaded, LoadFailure> {
         let Self { spaces, first, order, head, init, progress } = self;
+        let _told = Told(&progress);
         let bell = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         let bell = match bell {
             Ok(bell) => bell,
@@ -345,6 +346,15 @@ fn covers(wanted: &[Span], blocks: &[Block]) -> bool {
         }
         true
     }) && given.next().is_none()
+}
+
+/// Whoever waits for the start hears of the end, even if that is a panic.
+struct Told<'a>(&'a LoaderProgress);
+
+impl Drop for Told<'_> {
+    fn drop(&mut self) {
+        self.0.decide(Err("the loader has ended".into()));
+    }
 }
 
 /// Whether nothing of a span of the checkpoint is still to come.

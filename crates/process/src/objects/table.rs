@@ -382,7 +382,7 @@ impl Tables {
         self.refuse_shared_tables(processes)?;
         let mut rows = Rows::default();
         for (index, process) in processes.iter().enumerate() {
-            let start = (rows.rows.len(), rows.text.len());
+            let start = (rows.rows.len(), rows.text.len(), rows.marks.len());
             let table = match self.processes.entry(process.host) {
                 std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
                 std::collections::hash_map::Entry::Vacant(entry) => {
@@ -393,6 +393,7 @@ impl Tables {
                 // Another process may have the number now: look again with nothing remembered.
                 rows.rows.truncate(start.0);
                 rows.text.truncate(start.1);
+                rows.marks.truncate(start.2);
                 *table = KnownTable::new(process.host)?;
                 table.read(index, process.pidfd, &mut rows)?;
             }
