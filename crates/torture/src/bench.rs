@@ -146,16 +146,22 @@ fn make_bed(bench: &PauseBench) -> Result<Bed, LabError> {
 }
 
 fn start_load(bench: &PauseBench, lab: &Lab, rate_per_s: f64) -> Load<Mix> {
-    let pace = Pace { rate_per_s, lanes: 8, reply_at_most: HANG, ..Pace::default() };
-    let sessions = (0..pace.lanes as u64).map(|lane| Mix::new(bench, lane)).collect();
+    let (pace, sessions) = mixes(bench, rate_per_s);
     Load::start(lab.client(), (SERVICE_V4, PORT).into(), pace, sessions, HANG)
+}
+
+fn mixes(bench: &PauseBench, rate_per_s: f64) -> (Pace, Vec<Mix>) {
+    let pace = Pace { rate_per_s, lanes: 8, reply_at_most: HANG, ..Pace::default() };
+    (pace, (0..pace.lanes as u64).map(|lane| Mix::new(bench, lane)).collect())
 }
 
 /// More than anybody can send.
 const UNLIMITED: f64 = 1e9;
 
 fn measure(bench: &PauseBench, bed: &Bed, rate_per_s: f64) -> Measured {
-    let load = start_load(bench, &bed.lab, rate_per_s);
+    let (pace, sessions) = mixes(bench, rate_per_s);
+    let server = (SERVICE_V4, PORT).into();
+    let load = Load::start_together(bed.lab.client(), server, pace, sessions, HANG);
     let used = || [Some(&bed.primary), bed.spare.as_ref()].map(|one| one.map_or(0.0, used_s));
     let (start, before) = (Instant::now(), used());
     (start + bench.length).sleep_until();
@@ -300,30 +306,39 @@ struct Mix {
     dice: Dice,
     keys: u64,
     writes: f64,
+    wrote: bool,
 }
 
 impl Mix {
     fn new(bench: &PauseBench, lane: u64) -> Mix {
-        Mix { dice: Dice::new(7).part(lane), keys: bench.keys, writes: bench.writes }
+        let dice = Dice::new(7).part(lane);
+        Mix { dice, keys: bench.keys, writes: bench.writes, wrote: false }
     }
 }
 
 impl Session for Mix {
     fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
-        self.request(connection)
+        let mut request = Vec::new();
+        self.ask(&mut request);
+        connection.send(&request)?;
+        self.take(connection)
     }
 
-    fn request(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+    fn ask(&mut self, request: &mut Vec<u8>) {
         let key = format!("key:{}", self.dice.below(self.keys));
-        let mut request = Vec::new();
-        if self.dice.chance(self.writes) {
+        self.wrote = self.dice.chance(self.writes);
+        if self.wrote {
             let value = format!("{:0VALUE_BYTES$}", self.dice.roll());
-            Protocol::Redis.put_set(&mut request, &key, &value);
-            connection.send(&request)?;
+            Protocol::Redis.put_set(request, &key, &value);
+        } else {
+            Protocol::Redis.put_get(request, &key);
+        }
+    }
+
+    fn take(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+        if self.wrote {
             return Protocol::Redis.take_set(connection);
         }
-        Protocol::Redis.put_get(&mut request, &key);
-        connection.send(&request)?;
         let line = connection.line()?;
         let count = line.strip_prefix(b"$").and_then(|count| std::str::from_utf8(count).ok());
         let count: i64 = count

@@ -134,7 +134,8 @@ impl Bed {
     fn measure(&self, lanes: usize, rate_per_s: f64, length: Duration) -> Result<Met, LabError> {
         let pace = Pace { rate_per_s, lanes, reply_at_most: HANG, connect_at_most: HANG };
         let sessions = self.sessions(lanes);
-        let load = Load::start(self.stage.lab.client(), self.stage.service, pace, sessions, HANG);
+        let client = self.stage.lab.client();
+        let load = Load::start_together(client, self.stage.service, pace, sessions, HANG);
         // What connecting and filling has left behind is not measured.
         (Instant::now() + length / 4).sleep_until();
         let used =

@@ -247,7 +247,9 @@ impl Witness {
         let mut written = lock(&self.shared.written);
         match error {
             ClientError::Connect(_) | ClientError::Lost(_) => written.resets.push(words),
-            ClientError::Timeout | ClientError::Wrong(_) => written.wrongs.push(words),
+            ClientError::Timeout | ClientError::Wrong(_) | ClientError::Unfinished => {
+                written.wrongs.push(words);
+            }
         }
         drop(written);
         std::thread::sleep(Duration::from_millis(10));

@@ -30,11 +30,16 @@ impl HttpLane {
 
 impl Session for HttpLane {
     fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
-        self.request(connection)
+        connection.send(get_of(&self.path).as_bytes())?;
+        self.take(connection)
     }
 
-    fn request(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
-        let body = get(connection, &self.path)?;
+    fn ask(&mut self, request: &mut Vec<u8>) {
+        request.extend_from_slice(get_of(&self.path).as_bytes());
+    }
+
+    fn take(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+        let body = take_body(connection, &self.path)?;
         let is_good = match &self.body {
             HttpBody::Exactly(expected) => body == *expected,
             HttpBody::Contains(text) => String::from_utf8_lossy(&body).contains(text),
@@ -48,14 +53,15 @@ impl Session for HttpLane {
     }
 
     fn close(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
-        self.request(connection)
+        self.open(connection)
     }
 }
 
-/// Gets `path` on a connection that is kept; the body of a 200.
-pub fn get(connection: &mut Connection, path: &str) -> Result<Vec<u8>, ClientError> {
-    let request = format!("GET {path} HTTP/1.1\r\nHost: lab\r\nConnection: keep-alive\r\n\r\n");
-    connection.send(request.as_bytes())?;
+fn get_of(path: &str) -> String {
+    format!("GET {path} HTTP/1.1\r\nHost: lab\r\nConnection: keep-alive\r\n\r\n")
+}
+
+fn take_body(connection: &mut Connection, path: &str) -> Result<Vec<u8>, ClientError> {
     let (status, body) = take_reply(connection)?;
     if status == 200 { Ok(body) } else { Err(ClientError::Wrong(format!("{path}: {status}"))) }
 }

@@ -19,8 +19,15 @@ pub trait Session: Send {
     /// `sent` is set before the first byte is sent for which the reply is a proof of life.
     fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError>;
 
-    /// One request and its reply.
-    fn request(&mut self, connection: &mut Connection) -> Result<(), ClientError>;
+    /// Appends the next request.
+    fn ask(&mut self, request: &mut Vec<u8>);
+
+    /// Takes the reply to it. Where that is [`ClientError::Unfinished`], nothing has happened, and
+    /// it is called again from the beginning of the reply.
+    fn take(&mut self, connection: &mut Connection) -> Result<(), ClientError>;
+
+    /// There will be no good reply.
+    fn give_up(&mut self) {}
 
     /// After the last request, on a good connection: looks at everything once more.
     fn close(&mut self, connection: &mut Connection) -> Result<(), ClientError>;
@@ -31,8 +38,16 @@ impl Session for Box<dyn Session> {
         (**self).open(connection)
     }
 
-    fn request(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
-        (**self).request(connection)
+    fn ask(&mut self, request: &mut Vec<u8>) {
+        (**self).ask(request);
+    }
+
+    fn take(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+        (**self).take(connection)
+    }
+
+    fn give_up(&mut self) {
+        (**self).give_up();
     }
 
     fn close(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
@@ -98,6 +113,8 @@ pub struct Lane<S> {
     progress: Arc<Progress>,
     connection: Option<Connection>,
     connected: u64,
+    /// Kept for its room.
+    words: Vec<u8>,
     record: LaneRecord<S>,
 }
 
@@ -116,7 +133,7 @@ impl<S: Session> Lane<S> {
             wrongs: Vec::new(),
             closed: false,
         };
-        Lane { server, pace, progress, connection: None, connected: 0, record }
+        Lane { server, pace, progress, connection: None, connected: 0, words: Vec::new(), record }
     }
 
     /// Tries to get a connection and to open the session on it until `at_most` has passed.
@@ -166,7 +183,8 @@ impl<S: Session> Lane<S> {
         self.record
     }
 
-    fn connect(&mut self) -> bool {
+    /// Whether there is a connection now, the session open on it.
+    pub(super) fn connect(&mut self) -> bool {
         let Pace { connect_at_most, reply_at_most, .. } = self.pace;
         match Connection::open(self.server, connect_at_most, reply_at_most) {
             Ok(mut connection) => {
@@ -186,24 +204,57 @@ impl<S: Session> Lane<S> {
     }
 
     fn request(&mut self, due: Instant) {
-        let Some(connection) = &mut self.connection else { return };
         let sent = Instant::now();
-        let result = self.record.session.request(connection);
+        let asked = self.ask();
+        let result = asked.and_then(|()| self.take());
+        self.note(due, sent, result);
+    }
+
+    /// Sends the next request.
+    pub(super) fn ask(&mut self) -> Result<(), ClientError> {
+        self.words.clear();
+        self.record.session.ask(&mut self.words);
+        let connection = self.connection.as_mut().ok_or_else(no_connection)?;
+        connection.send(&self.words)
+    }
+
+    /// Takes the reply to it.
+    pub(super) fn take(&mut self) -> Result<(), ClientError> {
+        let connection = self.connection.as_mut().ok_or_else(no_connection)?;
+        let taken = self.record.session.take(connection);
+        if matches!(taken, Err(ClientError::Unfinished)) {
+            connection.rewind();
+        }
+        taken
+    }
+
+    /// What became of a request.
+    pub(super) fn note(&mut self, due: Instant, sent: Instant, result: Result<(), ClientError>) {
         let done = Instant::now();
         let outcome = match &result {
             Ok(()) => Outcome::Good,
             Err(ClientError::Wrong(_)) => Outcome::Wrong,
             Err(ClientError::Timeout) => Outcome::Timeout,
-            Err(ClientError::Connect(_) | ClientError::Lost(_)) => Outcome::Lost,
+            Err(ClientError::Connect(_) | ClientError::Lost(_) | ClientError::Unfinished) => {
+                Outcome::Lost
+            }
         };
         self.record.replies.push(Reply { due, sent, done, outcome });
         match result {
             Ok(()) => self.progress.answer(sent),
-            Err(error) => self.failed(&error),
+            Err(error) => {
+                self.record.session.give_up();
+                self.failed(&error);
+            }
         }
     }
 
-    fn failed(&mut self, error: &ClientError) {
+    pub(super) fn connection(&mut self) -> Option<&mut Connection> {
+        self.connection.as_mut()
+    }
+
+    /// The connection is of no more use.
+    pub(super) fn failed(&mut self, error: &ClientError) {
         self.connection = None;
         if let ClientError::Wrong(said) = error
             && self.record.wrongs.len() < WRONGS_KEPT_MAX
@@ -211,4 +262,8 @@ impl<S: Session> Lane<S> {
             self.record.wrongs.push(said.clone());
         }
     }
+}
+
+fn no_connection() -> ClientError {
+    ClientError::Lost(std::io::ErrorKind::NotConnected.into())
 }

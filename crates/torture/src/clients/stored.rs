@@ -55,6 +55,7 @@ impl StorePlan {
             lane,
             values: vec![0; keys_of(lane)],
             writes: Vec::new(),
+            asked: None,
             is_filled: false,
             keys_verified: 0,
         };
@@ -84,6 +85,14 @@ struct Write {
     fate: Fate,
 }
 
+/// A request without a reply so far.
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    key: usize,
+    writes: bool,
+    sent: Instant,
+}
+
 /// A write that was acknowledged and is gone.
 #[derive(Clone, Copy, Debug)]
 pub struct Loss {
@@ -103,6 +112,7 @@ pub struct StoreLane {
     values: Vec<u64>,
     /// Write number n is at n - 1.
     writes: Vec<Write>,
+    asked: Option<Asked>,
     is_filled: bool,
     /// Keys found right when everything was last looked at.
     keys_verified: usize,
@@ -261,29 +271,28 @@ impl StoreLane {
         }
     }
 
-    fn write(&mut self, connection: &mut Connection, key: usize) -> Result<(), ClientError> {
-        let number = self.writes.len() as u64 + 1;
-        let (name, value) = (self.key(key), self.value(key, number));
-        let mut request = Vec::new();
-        self.plan.protocol.put_set(&mut request, &name, &value);
-        let sent = Instant::now();
-        let answer =
-            connection.send(&request).and_then(|()| self.plan.protocol.take_set(connection));
-        let done = Instant::now();
-        let (acknowledged, fate) = match answer {
-            Ok(()) => (true, Fate::Acknowledged),
-            Err(_) => (false, Fate::Unknown),
-        };
-        self.writes.push(Write { key, sent, done, acknowledged, fate });
-        answer?;
-        self.values[key] = number;
-        Ok(())
+    fn ask_for(&mut self, key: usize, writes: bool, request: &mut Vec<u8>) {
+        let name = self.key(key);
+        if writes {
+            let value = self.value(key, self.writes.len() as u64 + 1);
+            self.plan.protocol.put_set(request, &name, &value);
+        } else {
+            self.plan.protocol.put_get(request, &name);
+        }
+        self.asked = Some(Asked { key, writes, sent: Instant::now() });
     }
 
-    fn read(&mut self, connection: &mut Connection, key: usize) -> Result<(), ClientError> {
-        let mut request = Vec::new();
-        self.plan.protocol.put_get(&mut request, &self.key(key));
-        connection.send(&request)?;
+    /// What became of a write that was sent.
+    fn wrote(&mut self, asked: Asked, acknowledged: bool) {
+        let fate = if acknowledged { Fate::Acknowledged } else { Fate::Unknown };
+        let Asked { key, sent, .. } = asked;
+        self.writes.push(Write { key, sent, done: Instant::now(), acknowledged, fate });
+        if acknowledged {
+            self.values[key] = self.writes.len() as u64;
+        }
+    }
+
+    fn take_read(&mut self, connection: &mut Connection, key: usize) -> Result<(), ClientError> {
         let value = self.plan.protocol.take_get(connection)?;
         let found = self.number(key, value.as_deref())?;
         let expected = self.values[key];
@@ -315,12 +324,28 @@ impl Session for StoreLane {
         Ok(())
     }
 
-    fn request(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+    fn ask(&mut self, request: &mut Vec<u8>) {
         let key = self.dice.below(self.values.len() as u64) as usize;
-        if self.dice.chance(self.plan.writes) {
-            self.write(connection, key)
+        let writes = self.dice.chance(self.plan.writes);
+        self.ask_for(key, writes, request);
+    }
+
+    fn take(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+        let nothing = || ClientError::Wrong("a reply to nothing".to_owned());
+        let asked = self.asked.ok_or_else(nothing)?;
+        if asked.writes {
+            self.plan.protocol.take_set(connection)?;
+            self.wrote(asked, true);
         } else {
-            self.read(connection, key)
+            self.take_read(connection, asked.key)?;
+        }
+        self.asked = None;
+        Ok(())
+    }
+
+    fn give_up(&mut self) {
+        if let Some(asked) = self.asked.take().filter(|asked| asked.writes) {
+            self.wrote(asked, false);
         }
     }
 

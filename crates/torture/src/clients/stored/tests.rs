@@ -55,6 +55,25 @@ fn lane(keys: usize) -> StoreLane {
     plan.sessions(1).remove(0)
 }
 
+fn write(lane: &mut StoreLane, connection: &mut Connection, key: usize) -> Result<(), ClientError> {
+    exchange(lane, connection, (key, true))
+}
+
+fn read(lane: &mut StoreLane, connection: &mut Connection, key: usize) -> Result<(), ClientError> {
+    exchange(lane, connection, (key, false))
+}
+
+fn exchange(
+    lane: &mut StoreLane,
+    connection: &mut Connection,
+    (key, writes): (usize, bool),
+) -> Result<(), ClientError> {
+    let mut request = Vec::new();
+    lane.ask_for(key, writes, &mut request);
+    connection.send(&request)?;
+    lane.take(connection)
+}
+
 fn record(session: StoreLane) -> LaneRecord<StoreLane> {
     LaneRecord {
         session,
@@ -72,9 +91,9 @@ fn writes_of_the_last_moments_may_be_missing_after_a_death() {
     let mut lane = lane(8);
     let mut connection = connect(server);
     lane.open(&mut connection).unwrap();
-    (0..50).for_each(|key| lane.write(&mut connection, key % 8).unwrap());
+    (0..50).for_each(|key| write(&mut lane, &mut connection, key % 8).unwrap());
     let past = lock(&table).clone();
-    (0..5).for_each(|key| lane.write(&mut connection, key).unwrap());
+    (0..5).for_each(|key| write(&mut lane, &mut connection, key).unwrap());
     let death = Instant::now();
     *lock(&table) = past;
 
@@ -94,9 +113,9 @@ fn lane_after_a_loss() -> (StoreLane, SocketAddr, Table, HashMap<String, String>
     let mut lane = lane(8);
     let mut connection = connect(server);
     lane.open(&mut connection).unwrap();
-    (0..4).for_each(|key| lane.write(&mut connection, key).unwrap());
+    (0..4).for_each(|key| write(&mut lane, &mut connection, key).unwrap());
     let past = lock(&table).clone();
-    (4..7).for_each(|key| lane.write(&mut connection, key).unwrap());
+    (4..7).for_each(|key| write(&mut lane, &mut connection, key).unwrap());
     let lost = std::mem::replace(&mut *lock(&table), past);
     lane.open(&mut connect(server)).unwrap();
     (lane, server, table, lost)
@@ -117,7 +136,7 @@ fn the_write_in_hand_at_the_death_may_come_late_and_no_other() {
 fn a_late_write_over_a_newer_one_is_wrong() {
     let (mut lane, server, table, lost) = lane_after_a_loss();
     let death = Instant::now();
-    lane.write(&mut connect(server), 4).unwrap();
+    write(&mut lane, &mut connect(server), 4).unwrap();
     let name = lane.key(4);
     lock(&table).insert(name.clone(), lost[&name].clone());
     lane.close(&mut connect(server)).unwrap();
@@ -132,7 +151,7 @@ fn a_later_write_without_an_earlier_one_is_wrong() {
     let mut connection = connect(server);
     lane.open(&mut connection).unwrap();
     let past = lock(&table).clone();
-    (0..4).for_each(|key| lane.write(&mut connection, key).unwrap());
+    (0..4).for_each(|key| write(&mut lane, &mut connection, key).unwrap());
     let name = lane.key(1);
     let old = past[&name].clone();
     lock(&table).insert(name, old);
@@ -159,9 +178,9 @@ fn the_past_on_a_living_connection_is_wrong() {
     let mut connection = connect(server);
     lane.open(&mut connection).unwrap();
     let past = lock(&table).clone();
-    lane.write(&mut connection, 0).unwrap();
+    write(&mut lane, &mut connection, 0).unwrap();
     *lock(&table) = past;
-    assert!(lane.read(&mut connection, 0).is_err());
+    assert!(read(&mut lane, &mut connection, 0).is_err());
 }
 
 #[test]
@@ -173,8 +192,8 @@ fn lanes_that_went_back_to_different_instants_are_wrong() {
     let mut connection = connect(server);
     lanes.iter_mut().for_each(|lane| lane.open(&mut connection).unwrap());
     let early = lock(&table).clone();
-    lanes[0].write(&mut connection, 0).unwrap();
-    lanes[1].write(&mut connection, 0).unwrap();
+    write(&mut lanes[0], &mut connection, 0).unwrap();
+    write(&mut lanes[1], &mut connection, 0).unwrap();
     let death = Instant::now();
     let forgotten = lanes[0].key(0);
     lock(&table).insert(forgotten.clone(), early[&forgotten].clone());
