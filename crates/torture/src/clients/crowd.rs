@@ -1,6 +1,5 @@
 //! Many connections on one thread: for servers that stay, under more load than a thread for each
-//! connection could make. It takes a third of the processor time (`docs/decisions/
-//! 2026-11-23-crowd.md`), which counts where clients share the processors with the server.
+//! connection could make. Where clients share the processors with the server, what they use counts.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

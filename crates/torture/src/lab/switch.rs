@@ -1,6 +1,7 @@
 //! The switch between simulated hosts: a bridge in a network namespace of its own. Partitions
 //! are drops of frames between two of its ports, so they hit ARP and any address alike.
 
+use std::fs;
 use std::io::Write;
 use std::process::{Command, Stdio};
 
@@ -21,6 +22,7 @@ impl Switch {
             &namespaces,
             "link add br0 type bridge stp_state 0 mcast_snooping 0\nlink set br0 up\n",
         )?;
+        keep_from_firewall(&namespaces)?;
         Ok(Switch { namespaces })
     }
 
@@ -62,6 +64,24 @@ impl Switch {
         let script = "add table bridge lab\ndelete table bridge lab\n";
         tool(&self.namespaces, "nft", &["-f", "-"], script)
     }
+}
+
+/// A switch looks at no IP header. A kernel with `br_netfilter` shows each packet of a bridge to
+/// the IP firewall, too, unless told not to.
+fn keep_from_firewall(namespaces: &Namespaces) -> Result<(), LabError> {
+    let quiet = || -> std::io::Result<()> {
+        namespaces.enter()?;
+        for family in ["ip", "ip6", "arp"] {
+            match fs::write(format!("/proc/sys/net/bridge/bridge-nf-call-{family}tables"), "0") {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(())
+    };
+    let done = std::thread::scope(|scope| scope.spawn(quiet).join());
+    done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        .doing(|| "keep the switch from the firewall".to_owned())
 }
 
 /// Runs a script of ip(8) commands in `namespaces`.
