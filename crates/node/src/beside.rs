@@ -138,13 +138,18 @@ impl Objects for Taking<'_> {
             let cut = network.withdraw();
             cut.map_err(|e| ObjectError::refused("the service address", e.to_string()))?;
         }
-        match self.beside.collect() {
-            Some(seen) => self.beside.objects().enter(seen?, guest, shared, checkpoint),
-            None => self.beside.objects().take(guest, shared, checkpoint),
-        }
+        let seen = match self.beside.collect() {
+            Some(seen) => seen?,
+            None => self.beside.objects().look(StoppedProcesses::of(guest))?,
+        };
+        self.beside.objects().enter(seen, guest, shared, checkpoint)
     }
 
     fn end(&mut self) {
         drop(self.beside.collect());
+    }
+
+    fn complete(&mut self, checkpoint: &mut Checkpoint) {
+        self.beside.objects().complete(checkpoint);
     }
 }

@@ -245,6 +245,7 @@ impl Guest {
         }
         let Some(mut captured) = captured? else { return Ok(None) };
         self.commit_round();
+        rules.objects.complete(&mut captured.checkpoint);
         captured.runs = std::mem::take(&mut self.unsent);
         captured.parts = parts;
         Ok(Some(captured))
@@ -354,6 +355,9 @@ pub trait Objects {
 
     /// The guest is about to go on, whatever came of it: nobody may look at it any more.
     fn end(&mut self) {}
+
+    /// The guest goes on: enters what was not worth its time.
+    fn complete(&mut self, _checkpoint: &mut Checkpoint) {}
 }
 
 impl<F> Objects for F

@@ -98,7 +98,8 @@ impl ObjectCapture {
         Ok(Seen { processes, ipc, descriptors })
     }
 
-    /// Enters what was seen at this stop, and asks the guest for what only it can tell.
+    /// Enters what was seen at this stop, and asks the guest for what only it can tell. What has
+    /// not changed at all is left to [`ObjectCapture::complete`].
     pub fn enter(
         &mut self,
         seen: Seen,
@@ -119,6 +120,12 @@ impl ObjectCapture {
         enter_descriptors(&processes, descriptors, shared, checkpoint)
     }
 
+    /// Enters what has not changed since the checkpoint before, and is not looked at: after
+    /// [`ObjectCapture::enter`] and before the next look, whether the guest stands still or runs.
+    pub fn complete(&self, checkpoint: &mut Checkpoint) {
+        checkpoint.files.extend(self.descriptors.resting_files());
+    }
+
     /// Fills in what the stopped guest has; for [`super::CheckpointRules`].
     pub fn take(
         &mut self,
@@ -127,7 +134,9 @@ impl ObjectCapture {
         checkpoint: &mut Checkpoint,
     ) -> ObjectResult<()> {
         let seen = self.look(StoppedProcesses::of(guest))?;
-        self.enter(seen, guest, shared, checkpoint)
+        self.enter(seen, guest, shared, checkpoint)?;
+        self.complete(checkpoint);
+        Ok(())
     }
 }
 

@@ -23,6 +23,7 @@ use super::fdinfo::{self, Header};
 use super::inotify::WatchPaths;
 use super::outside::OutsideDescriptor;
 use super::patience::Patience;
+use super::resting::Resting;
 use super::rules::FileRules;
 use super::socket::{self, SocketCapture};
 use super::table::{self, GuestProcess, Rows, StandIn, Tables};
@@ -70,14 +71,21 @@ pub struct DescriptorCapture {
     scratch: pipe::Scratch,
     paths: WatchPaths,
     unread_events: Patience,
+    watches: epoll::Memory,
     next_id: u32,
 }
 
 impl DescriptorCapture {
     /// For a guest that was started with `outside` as its standard descriptors.
     pub fn new(rules: FileRules, outside: Vec<OutsideDescriptor>) -> Self {
-        let (tables, scratch, paths, unread_events) = Default::default();
-        Self { rules, outside, tables, scratch, paths, unread_events, next_id: 0 }
+        let (tables, scratch, paths, unread_events, watches) = Default::default();
+        Self { rules, outside, tables, scratch, paths, unread_events, watches, next_id: 0 }
+    }
+
+    /// The open files that the last capture left out, because nothing had happened to them
+    /// ([`super::resting`]). They stay the same until the next one, so the guest may run.
+    pub fn resting_files(&self) -> impl Iterator<Item = OpenFile> {
+        self.tables.resting().map(Resting::open_file)
     }
 
     /// Looks whether some of the `threads` of a captured process left its descriptor table, which
@@ -91,7 +99,8 @@ impl DescriptorCapture {
     }
 
     /// Takes the descriptors of `processes`: all of the guest, all stopped. Duplicates that are
-    /// made are closed on return. A description that is met again keeps its [`FileId`].
+    /// made are closed on return. A description that is met again keeps its [`FileId`]. The files
+    /// of sockets that rest are missing: see [`DescriptorCapture::resting_files`].
     ///
     /// On failure the guest is as before; the next call starts afresh.
     pub fn capture(
@@ -104,13 +113,13 @@ impl DescriptorCapture {
         self.unread_events.begin_attempt();
         let stand_ins = self.stand_ins(processes)?;
         let processes = &through(processes, &stand_ins);
-        let (mut session, members) = Session::begin(self, processes)?;
+        let (mut session, members) = Session::begin(self, processes, sockets)?;
         session.name_all(members, &mut Err)?;
         session.take_all(name_shared, &mut Err)?;
         session.take_sockets(sockets, name_shared, &mut Err)?;
         session.fill_pipes()?;
         session.resolve_watches()?;
-        let mut captured = session.finish();
+        let mut captured = session.finish(sockets);
         socket::settle(&mut captured.files)?;
         Ok(captured)
     }
@@ -136,7 +145,7 @@ impl DescriptorCapture {
         let name_shared: NameShared<'_> = &mut |_, inode| SharedId(inode);
         let stand_ins = self.stand_ins(processes)?;
         let processes = &through(processes, &stand_ins);
-        let (mut session, members) = Session::begin(self, processes)?;
+        let (mut session, members) = Session::begin(self, processes, sockets)?;
         session.name_all(members, &mut note)?;
         session.take_all(name_shared, &mut note)?;
         session.take_sockets(sockets, name_shared, &mut note)?;
@@ -203,6 +212,8 @@ struct Session<'a> {
     queues: mqueue::Taken,
     // Descriptions by what their descriptors have in common, for those found in queues.
     index: Option<HashMap<table::Key, Vec<usize>>>,
+    // Sockets that are as they were, and who gets their signals.
+    calm: Vec<(usize, FileOwner)>,
 }
 
 /// What to do about an error: give up with it, or note it and go on.
@@ -213,12 +224,14 @@ impl<'a> Session<'a> {
     fn begin(
         kept: &'a mut DescriptorCapture,
         processes: &'a [GuestProcess<'a>],
+        sockets: &mut SocketCapture,
     ) -> ObjectResult<(Self, Vec<Vec<usize>>)> {
-        let mut rows = kept.tables.read(processes)?;
+        let mut rows = kept.tables.read(processes, sockets.is_exact())?;
+        rows.woken.drain(..).for_each(|(rest, due)| sockets.wake(rest, due));
         let members = table::share(&mut rows, processes)?;
         let seen = Vec::with_capacity(members.len());
-        let (objects, memfds, queues, index) = Default::default();
-        Ok((Self { kept, processes, rows, seen, objects, memfds, queues, index }, members))
+        let (objects, memfds, queues, index, calm) = Default::default();
+        Ok((Self { kept, processes, rows, seen, objects, memfds, queues, index, calm }, members))
     }
 
     /// Gives each description a name and says what it is.
@@ -547,6 +560,7 @@ impl<'a> Session<'a> {
     ) -> ObjectResult<(FileOwner, Object)> {
         let Header { inode, flags, .. } = self.seen[index].header;
         if let Some(same) = sockets.same(inode, flags, self.mark(index)) {
+            self.calm.push((index, same.0));
             return Ok(same);
         }
         let socket = self.owned_duplicate(index)?;
@@ -607,21 +621,26 @@ impl<'a> Session<'a> {
         for (index, seen) in self.seen.iter().enumerate() {
             by_inode.entry(seen.header.inode).or_default().push(index);
         }
+        let mut memory = std::mem::take(&mut self.kept.watches);
+        memory.begin_epoch();
         for instance in instances {
             let (pid, fd) = self.holder(instance);
             let mut holders = vec![false; self.processes.len()];
             for &row in &self.seen[instance].members {
                 holders[self.rows.rows[row].process] = true;
             }
-            let mut watches = Vec::new();
-            for line in epoll::parse(self.detail(instance)).map_err(|error| error.at(pid, fd))? {
-                let watch = self.resolve(instance, &holders, &line, &by_inode);
+            let lines = memory.lines(self.seen[instance].id, self.detail(instance));
+            let lines = lines.map_err(|error| error.at(pid, fd))?;
+            let mut watches = Vec::with_capacity(lines.len());
+            for line in lines {
+                let watch = self.resolve(instance, &holders, line, &by_inode);
                 watches.push(watch.map_err(|error| error.at(pid, fd))?);
             }
             if let Some((_, Object::Epoll(image))) = &mut self.objects[instance] {
                 image.watches = watches;
             }
         }
+        self.kept.watches = memory;
         Ok(())
     }
 
@@ -632,6 +651,12 @@ impl<'a> Session<'a> {
         line: &epoll::Line,
         by_inode: &HashMap<u64, Vec<usize>>,
     ) -> ObjectResult<EpollWatch> {
+        if let Some(bed) = self.kept.tables.sleepers.find(line.inode) {
+            let mut each = self.processes.iter().zip(holders);
+            let holds = each.find(|(process, _)| process.host == bed.host);
+            let named = holds.filter(|(_, holds)| **holds && bed.fd == line.fd);
+            return epoll::watch(line, Some(bed.file), named.map(|(process, _)| process.pid));
+        }
         let all = by_inode.get(&line.inode).map(Vec::as_slice).unwrap_or_default();
         // Most likely the number still means what it meant.
         let at_number = (0..self.processes.len())
@@ -659,20 +684,55 @@ impl<'a> Session<'a> {
         files.collect()
     }
 
-    fn finish(mut self) -> Captured {
+    fn finish(mut self, sockets: &mut SocketCapture) -> Captured {
+        self.let_rest(sockets);
         let files = self.finish_files();
-        let tables = (0..self.processes.len())
-            .map(|process| {
-                let rows = self.rows.of(process).iter();
-                rows.map(|row| Descriptor {
-                    fd: row.fd,
-                    file: self.seen[row.file].id,
-                    close_on_exec: row.header.close_on_exec,
-                })
-                .collect()
-            })
-            .collect();
+        let mut tables = Vec::with_capacity(self.processes.len());
+        for (process, of) in self.processes.iter().enumerate() {
+            let mut rows = self.rows.of(process).iter().peekable();
+            let mut table = Vec::with_capacity(rows.len());
+            for (fd, resting) in self.kept.tables.of(of.host).beds() {
+                let row = rows.next_if(|row| row.fd == fd);
+                if let Some(resting) = resting {
+                    table.push(resting.descriptor(fd));
+                } else if let Some(row) = row {
+                    let (file, close_on_exec) = (self.seen[row.file].id, row.header.close_on_exec);
+                    table.push(Descriptor { fd, file, close_on_exec });
+                }
+            }
+            tables.push(table);
+        }
         Captured { files, tables, memfds: self.memfds }
+    }
+
+    /// Sockets that were as they were rest from now on, if nobody else has a descriptor of them.
+    fn let_rest(&mut self, sockets: &mut SocketCapture) {
+        if self.calm.is_empty() {
+            return;
+        }
+        let mut inodes: HashMap<u64, usize> = HashMap::with_capacity(self.rows.rows.len());
+        for row in &self.rows.rows {
+            *inodes.entry(row.header.inode).or_default() += 1;
+        }
+        for &(index, owner) in &self.calm {
+            let &[row] = self.seen[index].members.as_slice() else { continue };
+            let row = &self.rows.rows[row];
+            let (header, state) = (row.header, self.rows.mark(row));
+            if inodes.get(&header.inode) != Some(&1) {
+                continue;
+            }
+            let host = self.processes[row.process].host;
+            let Some((slot, sleepers)) = self.kept.tables.slot_and_sleepers(host, row.fd) else {
+                continue;
+            };
+            let laid = slot.lay(header.inode, host, sleepers, |identity, file| {
+                let rest = sockets.rest(header.inode)?;
+                Some(Resting { identity, state: state.into(), header, file, owner, rest })
+            });
+            if laid {
+                self.objects[index] = None;
+            }
+        }
     }
 }
 
@@ -681,7 +741,7 @@ impl DescriptorCapture {
         loop {
             let id = FileId(self.next_id);
             self.next_id = self.next_id.wrapping_add(1);
-            if !taken.contains(&id) {
+            if !taken.contains(&id) && !self.tables.sleepers.has_name(id) {
                 return id;
             }
         }
@@ -698,6 +758,11 @@ impl Session<'_> {
             .map_err(hotspare_kernel::KernelError::io("read fdinfo"))?;
         let (header, at) = fdinfo::parse(&text)?;
         let detail = text[at..].to_vec();
+        if let Some(bed) = self.kept.tables.sleepers.find(header.inode)
+            && descriptor::compare_files((bed.host, bed.fd), (own, number))?.is_eq()
+        {
+            return Ok(bed.file);
+        }
         let key = table::key(&header, &detail);
         if self.index.is_none() {
             let mut index: HashMap<table::Key, Vec<usize>> = HashMap::new();

@@ -12,6 +12,7 @@
 //! `EPOLLERR` or `EPOLLHUP` once.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::os::fd::{AsFd, OwnedFd};
 
 use hotspare_image::objects::{Descriptor, EpollWatch, FileId, Object, OpenFile};
@@ -55,6 +56,47 @@ pub fn parse(detail: &[u8]) -> ObjectResult<Vec<Line>> {
         });
     }
     Ok(lines)
+}
+
+/// What instances said at the last stop, so that thousands of lines need not be read again.
+#[derive(Debug, Default)]
+pub struct Memory {
+    said: HashMap<FileId, Said>,
+    epoch: u64,
+}
+
+#[derive(Debug)]
+struct Said {
+    detail: Vec<u8>,
+    lines: Vec<Line>,
+    seen: u64,
+}
+
+impl Memory {
+    /// A new epoch begins: instances not seen in the last one are forgotten.
+    pub fn begin_epoch(&mut self) {
+        let last = self.epoch;
+        self.said.retain(|_, said| said.seen == last);
+        self.epoch += 1;
+    }
+
+    /// The registrations of an instance, whose detail this is.
+    pub fn lines(&mut self, instance: FileId, detail: &[u8]) -> ObjectResult<&[Line]> {
+        let said = match self.said.entry(instance) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let (detail, lines) = Default::default();
+                entry.insert(Said { detail, lines, seen: 0 })
+            }
+        };
+        said.seen = self.epoch;
+        if said.detail != detail {
+            said.lines = parse(detail)?;
+            said.detail.clear();
+            said.detail.extend_from_slice(detail);
+        }
+        Ok(&said.lines)
+    }
 }
 
 /// An open file description that a registration may mean.

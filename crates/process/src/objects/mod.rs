@@ -27,6 +27,7 @@ pub mod pipe;
 pub mod proc_file;
 pub mod regular;
 pub mod remote_step;
+pub mod resting;
 pub mod restore;
 pub mod rules;
 pub mod semaphore_undo;

@@ -17,13 +17,29 @@ use hotspare_kernel::socket;
 use super::error::{ObjectError, ObjectResult};
 use super::patience::Patience;
 use super::restore::set_flags;
-use super::socket_options::{OptionReader, SocketKind};
+use super::socket_options::{OptionReader, Remembered, SocketKind};
 use super::tcp::{self, TcpCache};
 use super::unix::{self, GuestView, HostPidOf, InFlight, Made, SocketPairs, UnixRestore};
 use super::{netlink, udp};
 
 /// Kinds of sockets that are remembered; with more, all are asked again.
 const KINDS_MAX: usize = 100_000;
+
+/// What is known of a TCP socket that rests.
+#[derive(Debug)]
+pub struct Rest {
+    image: TcpSocket,
+    connection: Option<tcp::Connection>,
+    options: Remembered,
+}
+
+impl Rest {
+    /// Its image at this stop.
+    #[must_use]
+    pub fn image_now(&self) -> TcpSocket {
+        tcp::image_now(&self.image, self.connection.as_ref())
+    }
+}
 
 /// Captures sockets, and remembers from epoch to epoch what need not be asked again.
 pub struct SocketCapture {
@@ -109,6 +125,29 @@ impl SocketCapture {
         if let Object::Tcp(image) = image {
             self.tcp.note(inode, mark, image);
         }
+    }
+
+    /// Forgets a socket that [`SocketCapture::same`] has just given, and gives what is known of it.
+    pub fn rest(&mut self, inode: u64) -> Option<Rest> {
+        let options = self.options.take(inode)?;
+        let (image, connection) = self.tcp.take(inode)?;
+        Some(Rest { image, connection, options })
+    }
+
+    /// A socket rests no more. `due`: its options are to be read.
+    pub fn wake(&mut self, rest: Rest, due: bool) {
+        let inode = rest.image.inode;
+        if let Some(connection) = rest.connection {
+            self.tcp.put_back(inode, connection);
+        }
+        if !due {
+            self.options.put_back(inode, rest.options);
+        }
+    }
+
+    /// Whether everything is read in this epoch.
+    pub fn is_exact(&self) -> bool {
+        self.options.is_exact()
     }
 
     /// The next epoch reads everything, also what seldom changes and is otherwise read in turns:

@@ -3,7 +3,8 @@
 //! There are about sixty on a TCP socket and no call reads more than one, so reading all at each
 //! stop would cost more than everything else about a socket. They are read at the first two
 //! stops that see a socket, when programs set them, and from then on at every 32nd: a change on
-//! an old socket is on the spare 32 epochs later at most. A corked socket is read every time, as
+//! an old socket is on the spare 32 epochs later at most. Of sockets that rest
+//! ([`super::resting`]), at most 64 of a process are read at a stop. A corked socket is read every time, as
 //! the cork comes and goes with each reply and must not stay by mistake. A capture that has to be
 //! exact, before a planned switchover, reads all.
 //!
@@ -323,7 +324,8 @@ const FIRST_STOPS: u64 = 2;
 const STOPS_PER_READ: u64 = 32;
 
 /// Options of one socket as they were last read.
-struct Remembered {
+#[derive(Debug)]
+pub struct Remembered {
     options: Vec<SocketOption>,
     connected: bool,
     stops: u64,
@@ -377,6 +379,21 @@ impl OptionReader {
         self.remembered.retain(|_, remembered| remembered.seen == last);
         self.epoch += 1;
         self.exact = exact;
+    }
+
+    /// Whether all options are read in this epoch.
+    pub fn is_exact(&self) -> bool {
+        self.exact
+    }
+
+    /// Forgets a socket that rests, and gives what is known of it.
+    pub fn take(&mut self, inode: u64) -> Option<Remembered> {
+        self.remembered.remove(&inode)
+    }
+
+    /// A socket rests no more.
+    pub fn put_back(&mut self, inode: u64, remembered: Remembered) {
+        self.remembered.insert(inode, Remembered { seen: self.epoch, ..remembered });
     }
 
     /// Whether the options of a socket need not be read at this stop; it counts as one that has

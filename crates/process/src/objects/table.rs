@@ -11,7 +11,8 @@
 //! only when the count says so.
 //!
 //! A process with many TCP sockets is not asked about them one by one: their marks
-//! ([`hotspare_kernel::marks`]) tell which descriptors are what they were, and which sockets.
+//! ([`hotspare_kernel::marks`]) tell which descriptors are what they were, and which sockets. Those
+//! that do nothing for a while rest ([`super::resting`]) and have no row.
 //!
 //! Descriptors can only share a description when everything fdinfo says of them is equal; only
 //! those candidates are compared with kcmp(2), against one descriptor of each description that was
@@ -36,6 +37,8 @@ use hotspare_kernel::{HostPid, KernelError};
 use super::class::{Class, Known};
 use super::error::{ObjectError, ObjectResult};
 use super::fdinfo::{self, Header};
+use super::resting::{Bed, Dormitory, Resting, Turn};
+use super::socket::Rest;
 
 /// A process of the guest, stopped.
 #[derive(Clone, Copy, Debug)]
@@ -67,7 +70,7 @@ pub struct Row {
     pub rank: u32,
 }
 
-/// All descriptors of the guest, by process and number.
+/// All descriptors of the guest but those of resting sockets, by process and number.
 #[derive(Debug, Default)]
 pub struct Rows {
     /// Sorted by process, then number.
@@ -76,6 +79,8 @@ pub struct Rows {
     pub text: Vec<u8>,
     /// Marks of sockets.
     pub marks: Vec<u8>,
+    /// Sockets that rest no more; whether their options are to be read.
+    pub woken: Vec<(Rest, bool)>,
     // Where the rows of each process are.
     ranges: Vec<Range<usize>>,
 }
@@ -119,11 +124,40 @@ pub struct Slot {
     pub rank: u32,
     /// Of a TCP socket: what was read of its descriptor, which was this one.
     socket: Option<(SocketIdentity, Header)>,
+    /// If it rests.
+    resting: Option<Box<Resting>>,
 }
 
 impl Slot {
     fn new(fd: i32) -> Self {
-        Self { fd, info: None, room: READ_BYTES, file: None, known: None, rank: 0, socket: None }
+        let (info, file, known, socket, resting) = Default::default();
+        Self { fd, info, room: READ_BYTES, file, known, rank: 0, socket, resting }
+    }
+
+    /// Lets its socket rest, the only descriptor of which this is, as `make` makes it; whether it
+    /// does.
+    pub fn lay(
+        &mut self,
+        inode: u64,
+        host: HostPid,
+        sleepers: &mut Dormitory,
+        make: impl FnOnce(SocketIdentity, FileId) -> Option<Resting>,
+    ) -> bool {
+        let (Some((identity, _)), Some(file)) = (self.socket, self.file) else { return false };
+        if !sleepers.lay(inode, Bed { host, fd: self.fd, file }) {
+            return false;
+        }
+        self.resting = make(identity, file).map(Box::new);
+        if self.resting.is_none() {
+            sleepers.wake(inode);
+        }
+        self.resting.is_some()
+    }
+
+    fn wake(&mut self, sleepers: &mut Dormitory) -> Option<Rest> {
+        let resting = self.resting.take()?;
+        sleepers.wake(resting.header.inode);
+        Some(resting.rest)
     }
 
     fn is_socket(&self) -> bool {
@@ -145,6 +179,9 @@ pub struct KnownTable {
     watched: Option<WatchedSockets>,
     // Text of the marks.
     marks: Vec<u8>,
+    // Sockets that rested at the last stop, and whose options are read next.
+    resting: usize,
+    turn: Turn,
 }
 
 fn open_directory(path: &str) -> ObjectResult<OwnedFd> {
@@ -164,6 +201,8 @@ impl KnownTable {
             checked: 0,
             watched: None,
             marks: Vec::new(),
+            resting: 0,
+            turn: Turn::default(),
         })
     }
 
@@ -178,17 +217,38 @@ impl KnownTable {
         Some(&mut self.slots[at])
     }
 
-    /// Reads the table into `rows` as process `process`.
-    fn read(&mut self, process: usize, pidfd: BorrowedFd<'_>, rows: &mut Rows) -> ObjectResult<()> {
+    /// Number and socket of each descriptor, in order; no socket where it does not rest.
+    pub fn beds(&self) -> impl Iterator<Item = (i32, Option<&Resting>)> {
+        self.slots.iter().map(|slot| (slot.fd, slot.resting.as_deref()))
+    }
+
+    /// Reads the table into `rows` as process `process`; none rests if all is `exact`.
+    fn read(
+        &mut self,
+        (process, pidfd): (usize, BorrowedFd<'_>),
+        exact: bool,
+        sleepers: &mut Dormitory,
+        rows: &mut Rows,
+    ) -> ObjectResult<()> {
         let first = rows.rows.len();
         self.watch(pidfd);
-        let Self { host, infos, slots, watched, marks, .. } = self;
-        let marks = look_at_sockets(watched, marks);
+        self.turn.begin(self.resting);
+        let Self { host, infos, slots, watched, marks, turn, resting, .. } = self;
+        let mut marks = look_at_sockets(watched, marks).into_iter().peekable();
         let mut failure = None;
+        *resting = 0;
         slots.retain_mut(|slot| {
-            let at = marks.binary_search_by_key(&slot.fd, |mark| mark.fd);
-            let mark = at.ok().map(|at| &marks[at]);
-            match read_marked(*host, infos.as_fd(), slot, process, mark, rows) {
+            while marks.next_if(|mark| mark.fd < slot.fd).is_some() {}
+            let mark = marks.next_if(|mark| mark.fd == slot.fd);
+            if let Some(bed) = &slot.resting {
+                let same = mark.is_some_and(|mark| bed.has(&mark));
+                if same && !exact && !turn.is_of(slot.fd) {
+                    *resting += 1;
+                    return true;
+                }
+                rows.woken.extend(slot.wake(sleepers).map(|rest| (rest, same)));
+            }
+            match read_marked(*host, infos.as_fd(), slot, process, mark.as_ref(), rows) {
                 Ok(open) => open,
                 Err(error) => {
                     failure.get_or_insert(error);
@@ -201,7 +261,7 @@ impl KnownTable {
         }
         let open = descriptor::stat(self.numbers.as_fd())?.bytes;
         if open != self.slots.len() as u64 {
-            self.read_new(process, rows)?;
+            self.read_new(process, first, rows)?;
         }
         rows.ranges.push(first..rows.rows.len());
         Ok(())
@@ -221,8 +281,7 @@ impl KnownTable {
     }
 
     /// Reads the numbers that have no slot yet.
-    fn read_new(&mut self, process: usize, rows: &mut Rows) -> ObjectResult<()> {
-        let first = rows.rows.len() - self.slots.len();
+    fn read_new(&mut self, process: usize, first: usize, rows: &mut Rows) -> ObjectResult<()> {
         let path = format!("/proc/{}/fd", self.host);
         let list = std::fs::read_dir(path).map_err(KernelError::io("list descriptors"))?;
         let known = self.slots.len();
@@ -368,6 +427,8 @@ fn read_whole(file: &File, mut room: usize, text: &mut Vec<u8>) -> std::io::Resu
 #[derive(Debug, Default)]
 pub struct Tables {
     processes: HashMap<HostPid, KnownTable>,
+    /// Sockets that rest.
+    pub sleepers: Dormitory,
 }
 
 impl Tables {
@@ -376,29 +437,79 @@ impl Tables {
         self.processes.get_mut(&host).expect("the process was read")
     }
 
-    /// Reads the tables of `processes`, which are all the guest has, and forgets all others.
-    pub fn read(&mut self, processes: &[GuestProcess<'_>]) -> ObjectResult<Rows> {
+    /// All sockets that rest.
+    pub fn resting(&self) -> impl Iterator<Item = &Resting> {
+        let tables = self.processes.values();
+        tables.flat_map(KnownTable::beds).filter_map(|(_, resting)| resting)
+    }
+
+    /// As [`Tables::of`], for a socket that is to rest.
+    pub fn slot_and_sleepers(
+        &mut self,
+        host: HostPid,
+        fd: i32,
+    ) -> Option<(&mut Slot, &mut Dormitory)> {
+        let slot = self.processes.get_mut(&host)?.slot(fd)?;
+        Some((slot, &mut self.sleepers))
+    }
+
+    /// Reads the tables of `processes`, which are all the guest has, and forgets all others. If
+    /// all is `exact`, no socket rests.
+    pub fn read(&mut self, processes: &[GuestProcess<'_>], exact: bool) -> ObjectResult<Rows> {
+        let known = self.processes.len();
         self.processes.retain(|host, _| processes.iter().any(|process| process.host == *host));
+        if self.processes.len() != known {
+            self.sleepers.retain(|host| self.processes.contains_key(&host));
+        }
         self.refuse_shared_tables(processes)?;
+        let mut rows = self.read_all(processes, exact)?;
+        // Somebody else has got a descriptor of a socket that rests.
+        while self.wake_shared(&mut rows) {
+            let woken = std::mem::take(&mut rows.woken);
+            rows = self.read_all(processes, exact)?;
+            rows.woken.extend(woken);
+        }
+        Ok(rows)
+    }
+
+    fn read_all(&mut self, processes: &[GuestProcess<'_>], exact: bool) -> ObjectResult<Rows> {
+        let Self { processes: tables, sleepers } = self;
         let mut rows = Rows::default();
         for (index, process) in processes.iter().enumerate() {
             let start = (rows.rows.len(), rows.text.len(), rows.marks.len());
-            let table = match self.processes.entry(process.host) {
+            let table = match tables.entry(process.host) {
                 std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
                 std::collections::hash_map::Entry::Vacant(entry) => {
                     entry.insert(KnownTable::new(process.host)?)
                 }
             };
-            if table.read(index, process.pidfd, &mut rows).is_err() {
+            if table.read((index, process.pidfd), exact, sleepers, &mut rows).is_err() {
                 // Another process may have the number now: look again with nothing remembered.
                 rows.rows.truncate(start.0);
                 rows.text.truncate(start.1);
                 rows.marks.truncate(start.2);
+                sleepers.retain(|host| host != process.host);
                 *table = KnownTable::new(process.host)?;
-                table.read(index, process.pidfd, &mut rows)?;
+                table.read((index, process.pidfd), exact, sleepers, &mut rows)?;
             }
         }
         Ok(rows)
+    }
+
+    /// Wakes sockets of which another descriptor was read; whether there are any.
+    fn wake_shared(&mut self, rows: &mut Rows) -> bool {
+        if self.sleepers.is_empty() {
+            return false;
+        }
+        let Self { processes, sleepers } = self;
+        let before = rows.woken.len();
+        for row in &rows.rows {
+            let Some(bed) = sleepers.find(row.header.inode) else { continue };
+            let slot = processes.get_mut(&bed.host).and_then(|table| table.slot(bed.fd));
+            let rest = slot.and_then(|slot| slot.wake(sleepers));
+            rows.woken.extend(rest.map(|rest| (rest, false)));
+        }
+        rows.woken.len() != before
     }
 }
 

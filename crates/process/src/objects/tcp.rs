@@ -106,10 +106,22 @@ impl Known {
 
 /// A connection that was seen before: what never changes.
 #[derive(Clone, Debug)]
-struct Connection {
+pub struct Connection {
     known: Known,
     local: SocketAddress,
     remote: SocketAddress,
+}
+
+/// `image` as it is now, nothing having happened to the socket but time.
+pub fn image_now(image: &TcpSocket, connection: Option<&Connection>) -> TcpSocket {
+    let mut image = image.clone();
+    if let (TcpState::Connected(state), Some(connection)) = (&mut image.state, connection)
+        && state.timestamp.is_some()
+        && let Ok(now) = connection.known.timestamp_now()
+    {
+        state.timestamp = Some(now);
+    }
+    image
 }
 
 /// A socket as it was captured when it had a mark ([`hotspare_kernel::marks`]).
@@ -169,6 +181,18 @@ impl TcpCache {
             }
         }
         Some(marked.image.clone())
+    }
+
+    /// Forgets a socket that rests, and gives what is known of it.
+    pub fn take(&mut self, inode: u64) -> Option<(TcpSocket, Option<Connection>)> {
+        let image = self.marked.remove(&inode)?.image;
+        Some((image, self.known.remove(&inode)))
+    }
+
+    /// A socket rests no more.
+    pub fn put_back(&mut self, inode: u64, connection: Connection) {
+        let known = Known { seen: self.epoch, ..connection.known };
+        self.known.insert(inode, Connection { known, ..connection });
     }
 
     /// Keeps what was captured of a socket with this mark. Of one that has ended more may be seen

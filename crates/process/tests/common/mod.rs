@@ -183,7 +183,8 @@ impl Capturing {
 
     pub fn capture(&mut self, processes: &[GuestProcess<'_>]) -> Result<Image, ObjectError> {
         let mut name = |_, inode| SharedId(inode);
-        let captured = self.kept.capture(processes, &mut self.sockets, &mut name)?;
+        let mut captured = self.kept.capture(processes, &mut self.sockets, &mut name)?;
+        captured.files.extend(self.kept.resting_files());
         let files = captured.files.iter().map(through_bytes).collect();
         let tables =
             captured.tables.iter().map(|table| table.iter().map(through_bytes).collect()).collect();
