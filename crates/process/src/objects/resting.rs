@@ -1,10 +1,10 @@
 //! TCP sockets that rest: with thousands of connections nearly all of them do.
 //!
 //! A socket whose mark ([`hotspare_kernel::marks`]) was the same at two stops is taken out of the
-//! way of the others: no row, no name, no class is made for it, and nothing is asked. As long as its
-//! mark stays the same, and no other descriptor of the guest is of the same socket, it goes into the
-//! checkpoint as it was captured. When that ends it *wakes*, and goes the way of all others, with
-//! what is known of it.
+//! way of the others: no row, no name, no class is made for it, and nothing is asked. As long as
+//! its mark stays the same, and no other descriptor of the guest is of the same socket, it goes
+//! into the checkpoint as it was captured. When that ends it *wakes*, and goes the way of all
+//! others, with what is known of it.
 
 use std::collections::{HashMap, HashSet};
 

@@ -4,9 +4,9 @@
 //! stop would cost more than everything else about a socket. They are read at the first two
 //! stops that see a socket, when programs set them, and from then on at every 32nd: a change on
 //! an old socket is on the spare 32 epochs later at most. Of sockets that rest
-//! ([`super::resting`]), at most 64 of a process are read at a stop. A corked socket is read every time, as
-//! the cork comes and goes with each reply and must not stay by mistake. A capture that has to be
-//! exact, before a planned switchover, reads all.
+//! ([`super::resting`]), at most 64 of a process are read at a stop. A corked socket is read every
+//! time, as the cork comes and goes with each reply and must not stay by mistake. A capture that
+//! has to be exact, before a planned switchover, reads all.
 //!
 //! Only what differs from a new socket of the same kind travels. An option that this kernel does
 //! not know is left out of the table at the first look. Options that no getsockopt(2) shows
