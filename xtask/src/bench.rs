@@ -1,13 +1,16 @@
 //! Measurements, as tables. Nothing is asserted about them.
 
 mod against;
+mod batch;
 mod failover;
 mod latency;
+mod overhead;
 mod pause;
 mod plot;
 mod report;
 mod restart;
 mod scale;
+mod sentinel;
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
@@ -27,6 +30,13 @@ pub enum Bench {
     /// What `--guarantee output-commit` and `timeline` add to each reply of five servers, and take
     /// from their throughput
     Latency(latency::LatencyArguments),
+    /// What it costs to keep a Redis from being lost: Hotspare beside replicas, logs, snapshots and
+    /// CRIU
+    Overhead(overhead::OverheadArguments),
+    /// A host's death as clients of a Redis see it: Hotspare beside Redis Sentinel
+    Sentinel(sentinel::SentinelArguments),
+    /// What protection takes from two multithreaded programs that only compute
+    Batch(batch::BatchArguments),
     /// What checkpoints cost over memory, writes, threads, processes, mappings, connections and
     /// the length of an epoch
     Scale(scale::ScaleArguments),
@@ -48,6 +58,9 @@ pub fn bench(bench: &Bench) -> Result<()> {
         Bench::Pause(arguments) => pause::pauses(arguments),
         Bench::Failover(arguments) => failover::failovers(arguments),
         Bench::Latency(arguments) => latency::latencies(arguments),
+        Bench::Overhead(arguments) => overhead::overheads(arguments),
+        Bench::Sentinel(arguments) => sentinel::sentinels(arguments),
+        Bench::Batch(arguments) => batch::batches(arguments),
         Bench::Scale(arguments) => scale::scales(arguments),
         Bench::Restart(arguments) => restart::restarts(arguments),
         Bench::All(arguments) => all(&arguments.common),
@@ -72,10 +85,16 @@ fn suites(common: &Common) -> Vec<(&'static str, Suite)> {
     let (latency, scale) =
         (latency::LatencyArguments::with(common()), scale::ScaleArguments::with(common()));
     let restart = restart::RestartArguments::with(common());
+    let overhead = overhead::OverheadArguments::with(common());
+    let (sentinel, batch) =
+        (sentinel::SentinelArguments::with(common()), batch::BatchArguments::with(common()));
     vec![
         ("pause", Box::new(move || pause::pauses(&pause))),
         ("failover", Box::new(move || failover::failovers(&failover))),
         ("latency", Box::new(move || latency::latencies(&latency))),
+        ("overhead", Box::new(move || overhead::overheads(&overhead))),
+        ("sentinel", Box::new(move || sentinel::sentinels(&sentinel))),
+        ("batch", Box::new(move || batch::batches(&batch))),
         ("scale", Box::new(move || scale::scales(&scale))),
         ("restart", Box::new(move || restart::restarts(&restart))),
     ]

@@ -1,8 +1,12 @@
 //! Measurements. Here `cargo xtask bench pause`: how long checkpoints stop a Redis, part by part,
 //! and what they cost its clients, over its size and its load.
 
+mod batch;
 mod failover;
 mod latency;
+mod overhead;
+mod peers;
+mod rivals;
 mod scale;
 
 use std::collections::BTreeMap;
@@ -19,8 +23,11 @@ use crate::dice::Dice;
 use crate::lab::{Host, LabError, Process, SERVICE_CIDR, SERVICE_V4};
 use crate::protected::{Engine, HANG, wait_for_service};
 
+pub use self::batch::{BatchBench, BatchProgram, BatchResult, batch};
 pub use self::failover::{FailoverBench, FailoverResult, Victim, failover};
 pub use self::latency::{LatencyBench, LatencyResult, Met, SERVERS, latency};
+pub use self::overhead::{OverheadBench, OverheadResult, Way, overhead};
+pub use self::rivals::{Keeper, RivalBench, RivalResult, rival};
 pub use self::scale::{ScaleBench, ScaleResult, scale};
 
 const PORT: u16 = 6379;
@@ -229,11 +236,15 @@ fn redis() -> Vec<String> {
     words.iter().chain(&more).map(|word| (*word).to_owned()).collect()
 }
 
-/// Redis fills itself, as fast as it can.
 fn fill(lab: &Lab, keys: u64) -> Result<(), LabError> {
+    fill_with(lab, keys, VALUE_BYTES)
+}
+
+/// Redis fills itself, as fast as it can.
+fn fill_with(lab: &Lab, keys: u64, value_bytes: usize) -> Result<(), LabError> {
     let populate = move || {
         let mut connection = Connection::open((SERVICE_V4, PORT).into(), HANG, FILL_AT_MOST)?;
-        let command = format!("DEBUG POPULATE {keys} key {VALUE_BYTES}\r\n");
+        let command = format!("DEBUG POPULATE {keys} key {value_bytes}\r\n");
         connection.send(command.as_bytes())?;
         match connection.line()? {
             b"+OK" => Ok(()),

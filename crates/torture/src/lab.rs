@@ -327,6 +327,11 @@ impl Host {
         self.cell.is_populated()
     }
 
+    /// Processor time that all programs of the host have used so far, in seconds.
+    pub fn used_s(&self) -> Result<f64, LabError> {
+        self.cell.used_s()
+    }
+
     fn port(&self) -> String {
         format!("p{}", self.number)
     }

@@ -24,6 +24,7 @@ use crate::lab::{LAB_DIR, LabError, Process, SERVICE_CIDR, SERVICE_V4};
 use crate::protected::{Committed, Engine, Failover, HANG};
 use crate::{Host, Lab};
 
+pub(crate) use self::list::golden;
 pub use self::list::{build_examples, by_name, examples_dir, page, programs};
 
 /// The directory that programs write to; replicated when they are protected.

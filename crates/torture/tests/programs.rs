@@ -27,6 +27,8 @@ undisturbed! {
     go_mapreduce_passes_its_check: "go-mapreduce";
     go_matrix_passes_its_check: "go-matrix";
     py_http_passes_its_check: "py-http";
+    swaptions_passes_its_check: "swaptions";
+    streamcluster_passes_its_check: "streamcluster";
     a_shell_pipeline_passes_its_check: "shell-pipeline";
     xz_passes_its_check: "xz";
     sqlite_passes_its_check: "sqlite3";

@@ -65,6 +65,16 @@ impl Cell {
         Ok(events.contains("populated 1"))
     }
 
+    /// Processor time of all processes so far, also of those that have ended, in seconds.
+    pub(super) fn used_s(&self) -> Result<f64, LabError> {
+        let path = self.dir.join("cpu.stat");
+        let doing = || format!("read {}", path.display());
+        let stat = fs::read_to_string(&path).doing(doing)?;
+        let used = stat.lines().find_map(|line| line.strip_prefix("usage_usec ")?.parse().ok());
+        let used: f64 = used.ok_or(io::ErrorKind::InvalidData).doing(doing)?;
+        Ok(used / 1e6)
+    }
+
     fn write(&self, file: &str, value: &str) -> Result<(), LabError> {
         let path = self.dir.join(file);
         fs::write(&path, value).doing(|| format!("write {value} to {}", path.display()))

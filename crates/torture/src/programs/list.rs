@@ -13,6 +13,7 @@ use super::words::{WordsCheck, coordinator};
 use super::{Check, Program, WORK_DIR};
 use crate::clients::{HttpBody, Protocol};
 use crate::dice::Dice;
+use crate::lab::LabError;
 
 const PAGE_BYTES: usize = 48 << 10;
 
@@ -30,6 +31,8 @@ pub fn programs() -> Vec<Program> {
         shell_pipeline(),
         xz(),
         sqlite(),
+        swaptions(),
+        streamcluster(),
     ]
 }
 
@@ -167,6 +170,32 @@ fn go_matrix() -> Program {
 fn shell_pipeline() -> Program {
     let command = format!("sh @/shell-pipeline/pipeline.sh {WORK_DIR}/sums 80 2000");
     batch("shell-pipeline", &["awk", "seq", "sort", "sha256sum"], &command, outputs(&["sums"]))
+}
+
+/// What a program of `examples/batch` must write for this size.
+pub(crate) fn golden(name: &str, size: u64) -> Result<String, LabError> {
+    let path = sources().join("batch/golden").join(format!("{name}-{size}"));
+    let doing = || format!("read {}", path.display());
+    std::fs::read_to_string(&path).map_err(|source| LabError::Io { doing: doing(), source })
+}
+
+/// Two threads; the result is also compared with the golden copy.
+fn arithmetic(name: &'static str, size: u64) -> Program {
+    let program = examples_dir().join(name);
+    let command = format!("{} 2 {size} {WORK_DIR}/result", program.display());
+    let golden = golden(name, size).expect("the golden copy is part of the sources");
+    let files = vec![("golden", golden.into_bytes())];
+    let inspect = "cmp /srv/hotspare-lab/work/result /srv/hotspare-lab/golden && echo golden";
+    let check = BatchCheck { files, inspect: Some(inspect), ..outputs(&["result"]) };
+    batch(name, &["cc", "cmp"], &command, check)
+}
+
+fn swaptions() -> Program {
+    arithmetic("swaptions", 60_000)
+}
+
+fn streamcluster() -> Program {
+    arithmetic("streamcluster", 20)
 }
 
 /// Text that compresses, but not at once.

@@ -1,0 +1,352 @@
+//! `cargo xtask bench overhead`.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use hotspare_torture::bench::{OverheadBench, OverheadResult, Spread, Way, overhead};
+use serde_json::json;
+
+use super::plot::{Axis, Curve, Panel, Plot};
+use super::report::{Common, Report, Table, wrapped};
+use crate::tree;
+
+#[derive(Debug, Args)]
+pub struct OverheadArguments {
+    #[command(flatten)]
+    common: Common,
+    /// Records
+    #[arg(long, default_value_t = 100_000)]
+    keys: u64,
+    /// Bytes of each
+    #[arg(long, default_value_t = 100)]
+    value_bytes: usize,
+    /// Shares of writes
+    #[arg(long, value_delimiter = ',', default_value = "0.5,0.1")]
+    writes: Vec<f64>,
+    /// Connections
+    #[arg(long, default_value_t = 32)]
+    connections: usize,
+    /// Requests a second of the steady load
+    #[arg(long, default_value_t = 2000.0)]
+    rate: f64,
+    /// Milliseconds between two checkpoints or images
+    #[arg(long, default_value_t = 100)]
+    interval_ms: u64,
+    /// Milliseconds between two checkpoints or images of the second table
+    #[arg(long, value_delimiter = ',', default_value = "50,100,200,500,1000,2000")]
+    intervals_ms: Vec<u64>,
+    /// Seconds measured for each load
+    #[arg(long, default_value_t = 3.0)]
+    seconds: f64,
+    /// How often everything is measured, in turns
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+}
+
+impl OverheadArguments {
+    pub fn with(common: Common) -> OverheadArguments {
+        OverheadArguments {
+            common,
+            keys: 100_000,
+            value_bytes: 100,
+            writes: vec![0.5, 0.1],
+            connections: 32,
+            rate: 2000.0,
+            interval_ms: 100,
+            intervals_ms: vec![50, 100, 200, 500, 1000, 2000],
+            seconds: 3.0,
+            rounds: 5,
+        }
+    }
+
+    /// What a short run leaves out.
+    fn shortened(&self) -> OverheadArguments {
+        let mut short = OverheadArguments::with(self.common.clone());
+        (short.keys, short.connections, short.seconds, short.rounds) = (1000, 4, 0.2, 1);
+        (short.writes, short.intervals_ms) = (vec![0.5], vec![]);
+        short
+    }
+
+    fn bench(&self, way: Way, tools: &Tools) -> OverheadBench {
+        OverheadBench {
+            way,
+            hotspare: tools.hotspare.clone(),
+            criu: tools.criu.as_ref().cloned().unwrap_or_default(),
+            keys: self.keys,
+            value_bytes: self.value_bytes,
+            writes: self.writes.clone(),
+            connections: self.connections,
+            rate_per_s: self.rate,
+            interval: Duration::from_millis(self.interval_ms),
+            length: Duration::from_secs_f64(self.seconds),
+        }
+    }
+}
+
+/// What is measured with.
+struct Tools {
+    hotspare: PathBuf,
+    /// Or why there is none.
+    criu: Result<PathBuf, String>,
+}
+
+/// What one way has met: one result for each round.
+struct Row {
+    way: Way,
+    interval_ms: u64,
+    rounds: Vec<OverheadResult>,
+    /// Part of the replies of an unprotected Redis of the same round, for each round.
+    kept: Vec<f64>,
+}
+
+impl Row {
+    fn median(&self, of: fn(&OverheadResult) -> f64) -> f64 {
+        Spread::of(self.rounds.iter().map(of).collect()).p50
+    }
+
+    fn kept(&self) -> f64 {
+        Spread::of(self.kept.clone()).p50
+    }
+}
+
+/// Measures all ways in turns and shows them side by side.
+pub fn overheads(arguments: &OverheadArguments) -> Result<()> {
+    let shortened = arguments.common.quick.then(|| arguments.shortened());
+    let arguments = shortened.as_ref().unwrap_or(arguments);
+    ensure!(arguments.common.against.is_none(), "bench overhead compares with peers, not commits");
+    let tools = Tools { hotspare: tree::build_hotspare()?, criu: criu(arguments.common.quick) };
+    let mut report = Report::new("overhead", &arguments.common)?;
+    let mut text = wrapped(&about(arguments));
+    let mut rows = side_by_side(arguments, &tools, &Way::ALL, arguments.interval_ms)?;
+    for (number, &writes) in arguments.writes.iter().enumerate() {
+        println!("\n{:.0} % writes", writes * 100.0);
+        let mut table = Table::new(&COLUMNS);
+        for row in rows.iter().filter(|row| row.rounds[0].writes == writes) {
+            table.row(cells(row));
+        }
+        let heading =
+            format!("{:.0} % reads, {:.0} % writes", (1.0 - writes) * 100.0, writes * 1e2);
+        text.push_str(&format!("\n**{heading}**\n\n{}", table.text));
+        if number == 0 {
+            text.push_str(&skipped(&tools));
+        }
+    }
+    let intervals = over_intervals(arguments, &tools)?;
+    if !intervals.is_empty() {
+        text.push_str(&interval_text(arguments, &intervals));
+        report.plot(plot(&intervals));
+    }
+    text.push_str(PUBLISHED);
+    rows.extend(intervals);
+    for row in &rows {
+        let of = json!({ "way": row.way.name(), "interval_ms": row.interval_ms, "kept": row.kept });
+        report.add(of, &row.rounds)?;
+    }
+    report.finish("overhead", &text)
+}
+
+fn about(arguments: &OverheadArguments) -> String {
+    format!(
+        "Redis, {} records of {} bytes, {} connections; {} rounds, all ways one after the other in \
+         each, {} s for each load; medians over the rounds. A checkpoint or image every {} ms, or \
+         when the one before is whole. Steady: {} requests a second, latency from when a request \
+         was due. Saturated: each connection as fast as replies come. Kept: part of the replies of \
+         an unprotected Redis of the same round. CPU: all programs of a host, in percent of one \
+         processor; of the primary's, in brackets what the agent of Hotspare used. CPU a reply: of \
+         both hosts. Lost with the host: which acknowledged writes, when host and disk are gone. \
+         Every reply is checked.",
+        arguments.keys,
+        arguments.value_bytes,
+        arguments.connections,
+        arguments.rounds,
+        arguments.seconds,
+        arguments.interval_ms,
+        arguments.rate,
+    )
+}
+
+/// CRIU, or why there is none. A short run fetches nothing.
+fn criu(is_short: bool) -> Result<PathBuf, String> {
+    let here = tree::target().join("peers/criu/criu");
+    if is_short && !here.is_file() {
+        return Err("not fetched yet (scripts/peers/criu)".to_owned());
+    }
+    let script = tree::root().join("scripts/peers/criu");
+    let done = Command::new(script).output().map_err(|error| error.to_string())?;
+    let said = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if done.status.success() { Ok(said(&done.stdout).into()) } else { Err(said(&done.stderr)) }
+}
+
+fn skipped(tools: &Tools) -> String {
+    let skipped = tools.criu.as_ref().err().map(|why| format!("\nCRIU was skipped: {why}\n"));
+    skipped.unwrap_or_default()
+}
+
+/// Each way in each round; one row for each way and share of writes.
+fn side_by_side(
+    arguments: &OverheadArguments,
+    tools: &Tools,
+    ways: &[Way],
+    interval_ms: u64,
+) -> Result<Vec<Row>> {
+    let ways = ways.iter().copied().filter(|way| *way != Way::Criu || tools.criu.is_ok());
+    let shares = arguments.writes.len();
+    let make =
+        |way| (0..shares).map(move |_| Row { way, interval_ms, rounds: vec![], kept: vec![] });
+    let mut rows: Vec<Row> = ways.flat_map(make).collect();
+    for round in 0..arguments.rounds {
+        let mut alone = vec![0.0; shares];
+        for one in rows.chunks_mut(shares) {
+            let way = one[0].way;
+            let mut bench = arguments.bench(way, tools);
+            bench.interval = Duration::from_millis(interval_ms);
+            let results = overhead(&bench).with_context(|| format!("measure {}", way.name()))?;
+            for ((row, result), alone) in one.iter_mut().zip(results).zip(&mut alone) {
+                if way == Way::Unprotected {
+                    *alone = result.replies_per_s;
+                }
+                println!(
+                    "round {round}, {interval_ms} ms, {}: {:.0} replies/s",
+                    way.name(),
+                    result.replies_per_s
+                );
+                row.kept.push(result.replies_per_s / *alone);
+                row.rounds.push(result);
+            }
+        }
+    }
+    Ok(rows)
+}
+
+const COLUMNS: [&str; 9] = [
+    "kept by",
+    "lost with the host",
+    "steady: ms p50 / p99",
+    "saturated: replies/s",
+    "kept",
+    "saturated: ms p50 / p99",
+    "CPU % primary (agent) / spare",
+    "CPU µs a reply",
+    "images/s, pause ms p50",
+];
+
+fn cells(row: &Row) -> [String; 9] {
+    let both = |of: fn(&OverheadResult) -> Spread| {
+        let p99s = row.rounds.iter().map(|round| of(round).p99).collect();
+        let p50s = row.rounds.iter().map(|round| of(round).p50).collect();
+        format!("{:.2} / {:.2}", Spread::of(p50s).p50, Spread::of(p99s).p50)
+    };
+    let percent = |of: fn(&OverheadResult) -> f64| format!("{:.0}", row.median(of) * 100.0);
+    let agent = match row.median(|round| round.agent) {
+        0.0 => String::new(),
+        agent => format!(" ({:.0})", agent * 100.0),
+    };
+    let images = match row.median(|round| round.images_per_s) {
+        0.0 => String::new(),
+        images => format!("{images:.1}, {:.1}", row.median(|round| round.pause_ms.p50)),
+    };
+    [
+        row.way.name().to_owned(),
+        row.way.loses().to_owned(),
+        both(|round| round.steady_ms),
+        format!("{:.0}", row.median(|round| round.replies_per_s)),
+        format!("{:.0} %", row.kept() * 100.0),
+        both(|round| round.saturated_ms),
+        format!("{}{agent} / {}", percent(|round| round.primary), percent(|round| round.spare)),
+        format!(
+            "{:.0}",
+            row.median(|round| (round.primary + round.spare) / round.replies_per_s * 1e6)
+        ),
+        images,
+    ]
+}
+
+/// The ways that have an interval, and the unprotected Redis in each round.
+const WITH_INTERVAL: [Way; 6] =
+    [Way::Unprotected, Way::Timeline, Way::StopAndCopy, Way::BgSave, Way::Save, Way::Criu];
+
+/// Half of the requests are writes; nothing steady is measured.
+fn over_intervals(arguments: &OverheadArguments, tools: &Tools) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    let mut bench = OverheadArguments::with(arguments.common.clone());
+    (bench.keys, bench.value_bytes) = (arguments.keys, arguments.value_bytes);
+    (bench.connections, bench.rounds) = (arguments.connections, arguments.rounds);
+    (bench.writes, bench.rate, bench.seconds) = (vec![0.5], 0.0, arguments.seconds);
+    for &interval_ms in &arguments.intervals_ms {
+        // At least two images of each.
+        bench.seconds = arguments.seconds.max(interval_ms as f64 * 2.0 / 1e3);
+        rows.extend(side_by_side(&bench, tools, &WITH_INTERVAL, interval_ms)?);
+    }
+    Ok(rows)
+}
+
+fn interval_text(arguments: &OverheadArguments, rows: &[Row]) -> String {
+    let heads: Vec<String> = arguments.intervals_ms.iter().map(|ms| format!("{ms} ms")).collect();
+    let heads: Vec<&str> = ["kept by"].into_iter().chain(heads.iter().map(|h| &**h)).collect();
+    println!();
+    let mut table = Table::new(&heads);
+    for way in WITH_INTERVAL {
+        let of_way = rows.iter().filter(|row| row.way == way);
+        let cell = |row: &Row| {
+            let replies = row.median(|round| round.replies_per_s);
+            if way == Way::Unprotected {
+                return format!("{replies:.0}");
+            }
+            let images = row.median(|round| round.images_per_s);
+            format!("{replies:.0} ({:.0} %) {images:.1}", row.kept() * 100.0)
+        };
+        let cells: Vec<String> = of_way.map(cell).collect();
+        if !cells.is_empty() {
+            table.row([way.name().to_owned()].into_iter().chain(cells));
+        }
+    }
+    let about = "Over the interval between checkpoints or images (CheckSync, table 5.4), half of \
+                 the requests writes: replies a second of the saturated Redis, part kept of the \
+                 unprotected one of the same rounds, images a second that were made in fact.";
+    format!("\n{}\n{}", wrapped(about), table.text)
+}
+
+fn plot(rows: &[Row]) -> Plot {
+    let panel = |y: Axis, ways: &[Way], of: &dyn Fn(&Row) -> f64| {
+        let curve = |way: &Way| Curve {
+            name: way.name().to_owned(),
+            points: rows
+                .iter()
+                .filter(|row| row.way == *way)
+                .map(|row| (row.interval_ms as f64, of(row)))
+                .collect(),
+        };
+        let curves = ways.iter().map(curve).filter(|curve| !curve.points.is_empty());
+        Panel { x: Axis::log("ms between two checkpoints or images"), y, curves: curves.collect() }
+    };
+    Plot {
+        name: "intervals".to_owned(),
+        title: "A saturated Redis over the interval between checkpoints or images".to_owned(),
+        about: "half of the requests writes; medians of rounds".to_owned(),
+        panels: vec![
+            panel(
+                Axis::linear("replies kept of an unprotected Redis, %"),
+                &WITH_INTERVAL[1..],
+                &|row| row.kept() * 100.0,
+            ),
+            panel(Axis::log("pause of Redis, ms, p50"), &WITH_INTERVAL[1..], &|row| {
+                row.median(|round| round.pause_ms.p50)
+            }),
+        ],
+    }
+}
+
+/// What papers say of theirs. Only what their abstracts say.
+const PUBLISHED: &str = "
+Published, on other hardware and with other programs; to be read beside the tables, not as a part of
+them:
+
+| system | what its authors tell | source |
+| --- | --- | --- |
+| CheckSync | go-cache keeps 88 % of its throughput; 22 % with its own snapshots, 55 % with CRIU, 32 % under live migration of a virtual machine | Kaashoek, Morris 2022, [arXiv:2208.02884](https://arxiv.org/abs/2208.02884), abstract |
+| NiLiCon | overhead 19 to 67 % over seven programs; all of the failures survived | Zhou, Tamir, IPDPS 2020, [10.1109/IPDPS47924.2020.00114](https://doi.org/10.1109/IPDPS47924.2020.00114), abstract |
+| HyCoR | overhead below 59 % over eight programs without data races; replies less than 1 ms later; recovery in less than 1 s | Zhou, Tamir 2021, [arXiv:2101.09584](https://arxiv.org/abs/2101.09584v1), abstract |
+";
