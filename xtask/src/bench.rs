@@ -11,6 +11,7 @@ mod report;
 mod restart;
 mod scale;
 mod sentinel;
+mod ycsb;
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
@@ -35,6 +36,9 @@ pub enum Bench {
     Overhead(overhead::OverheadArguments),
     /// A host's death as clients of a Redis see it: Hotspare beside Redis Sentinel
     Sentinel(sentinel::SentinelArguments),
+    /// How long workloads A and B of YCSB take, and what checkpoints weigh, over the interval and
+    /// the data set
+    Ycsb(ycsb::YcsbArguments),
     /// What protection takes from two multithreaded programs that only compute
     Batch(batch::BatchArguments),
     /// What checkpoints cost over memory, writes, threads, processes, mappings, connections and
@@ -60,6 +64,7 @@ pub fn bench(bench: &Bench) -> Result<()> {
         Bench::Latency(arguments) => latency::latencies(arguments),
         Bench::Overhead(arguments) => overhead::overheads(arguments),
         Bench::Sentinel(arguments) => sentinel::sentinels(arguments),
+        Bench::Ycsb(arguments) => ycsb::ycsbs(arguments),
         Bench::Batch(arguments) => batch::batches(arguments),
         Bench::Scale(arguments) => scale::scales(arguments),
         Bench::Restart(arguments) => restart::restarts(arguments),
@@ -84,6 +89,7 @@ fn suites(common: &Common) -> Vec<(&'static str, Suite)> {
         (pause::PauseArguments::with(common()), failover::FailoverArguments::with(common()));
     let (latency, scale) =
         (latency::LatencyArguments::with(common()), scale::ScaleArguments::with(common()));
+    let ycsb = ycsb::YcsbArguments::with(common());
     let restart = restart::RestartArguments::with(common());
     let overhead = overhead::OverheadArguments::with(common());
     let (sentinel, batch) =
@@ -94,6 +100,7 @@ fn suites(common: &Common) -> Vec<(&'static str, Suite)> {
         ("latency", Box::new(move || latency::latencies(&latency))),
         ("overhead", Box::new(move || overhead::overheads(&overhead))),
         ("sentinel", Box::new(move || sentinel::sentinels(&sentinel))),
+        ("ycsb", Box::new(move || ycsb::ycsbs(&ycsb))),
         ("batch", Box::new(move || batch::batches(&batch))),
         ("scale", Box::new(move || scale::scales(&scale))),
         ("restart", Box::new(move || restart::restarts(&restart))),

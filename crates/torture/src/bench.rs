@@ -8,6 +8,7 @@ mod overhead;
 mod peers;
 mod rivals;
 mod scale;
+mod ycsb;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -29,6 +30,7 @@ pub use self::latency::{LatencyBench, LatencyResult, Met, SERVERS, latency};
 pub use self::overhead::{OverheadBench, OverheadResult, Way, overhead};
 pub use self::rivals::{Keeper, RivalBench, RivalResult, rival};
 pub use self::scale::{ScaleBench, ScaleResult, scale};
+pub use self::ycsb::{Weight, YcsbBench, YcsbResult, build_ycsb, weigh, ycsb};
 
 const PORT: u16 = 6379;
 const VALUE_BYTES: usize = 72;

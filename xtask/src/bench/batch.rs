@@ -54,15 +54,16 @@ pub fn batches(arguments: &BatchArguments) -> Result<()> {
     let threads = if is_quick { &[2][..] } else { &arguments.threads };
     for program in BatchProgram::ALL {
         for &threads in threads {
-            let mut results = GUARANTEES.map(|_| Vec::new());
+            let guarantees = &GUARANTEES[..if is_quick { 2 } else { 3 }];
+            let mut results = vec![Vec::new(); guarantees.len()];
             for _ in 0..if is_quick { 1 } else { arguments.rounds } {
-                for (results, guarantee) in results.iter_mut().zip(&GUARANTEES) {
+                for (results, guarantee) in results.iter_mut().zip(guarantees) {
                     let bench = bench(program, threads, &hotspare, guarantee.1, arguments);
                     results.push(batch(&bench).with_context(|| program.name())?);
                 }
             }
-            let [alone, ..] = results.clone();
-            for (results, (guarantee, _)) in results.iter().zip(&GUARANTEES) {
+            let alone = results[0].clone();
+            for (results, (guarantee, _)) in results.iter().zip(guarantees) {
                 table.row(cells(program, threads, guarantee, results, &alone));
                 let of = json!({ "program": program.name(), "threads": threads,
                     "guarantee": guarantee });
@@ -74,8 +75,9 @@ pub fn batches(arguments: &BatchArguments) -> Result<()> {
         "`examples/batch`: swaptions computes (64 options, {} trials), streamcluster writes 4 MiB \
          again and again ({} blocks). A checkpoint every {} ms, {} rounds, medians. Time: what the \
          program tells, from its first statement to the last thread's end. Overhead: against the \
-         run without protection of the same round. CPU: of a host, in percent of one processor, \
-         over the whole run with its start; in brackets what the agent used. Each result is \
+         run without protection of the same round, in turns; what else the machine does is in it. \
+         CPU: of all programs of a host over the whole run with its start, in brackets what the \
+         agent used; its overhead against the primary's host without protection. Each result is \
          compared with the golden copy. With two threads programs alone use both processors, so \
          what the spare's host would do for itself is taken from them here.",
         BatchProgram::Swaptions.size(is_quick),
@@ -103,14 +105,15 @@ fn bench(
     }
 }
 
-const COLUMNS: [&str; 8] = [
+const COLUMNS: [&str; 9] = [
     "program",
     "threads",
     "guarantee",
     "time, s",
     "overhead",
-    "CPU % primary (agent)",
-    "CPU % spare",
+    "CPU s primary (agent)",
+    "CPU s spare",
+    "CPU overhead primary / spare",
     "pause ms p50 / p99, bytes p50",
 ];
 
@@ -120,10 +123,15 @@ fn cells(
     guarantee: &str,
     results: &[BatchResult],
     alone: &[BatchResult],
-) -> [String; 8] {
+) -> [String; 9] {
     let median = |of: fn(&BatchResult) -> f64| Spread::of(results.iter().map(of).collect()).p50;
-    let pairs = results.iter().zip(alone).map(|(with, without)| with.seconds / without.seconds);
-    let overhead = (Spread::of(pairs.collect()).p50 - 1.0) * 100.0;
+    let parts = |of: fn(&BatchResult, &BatchResult) -> f64| {
+        let pairs = results.iter().zip(alone).map(|(with, without)| of(with, without) * 100.0);
+        Spread::of(pairs.collect()).p50
+    };
+    let overhead = parts(|with, without| with.seconds / without.seconds - 1.0);
+    let primary = parts(|with, without| with.primary_s / without.primary_s - 1.0);
+    let spare = parts(|with, without| with.spare_s / without.primary_s);
     let is_alone = guarantee == "none";
     let only = |text: String| if is_alone { String::new() } else { text };
     [
@@ -132,9 +140,10 @@ fn cells(
         guarantee.to_owned(),
         format!("{:.2}", median(|one| one.seconds)),
         only(format!("{overhead:.1} %")),
-        format!("{:.0}", median(|one| one.primary * 100.0))
-            + &only(format!(" ({:.1})", median(|one| one.agent * 100.0))),
-        only(format!("{:.1}", median(|one| one.spare * 100.0))),
+        format!("{:.2}", median(|one| one.primary_s))
+            + &only(format!(" ({:.2})", median(|one| one.agent_s))),
+        only(format!("{:.2}", median(|one| one.spare_s))),
+        only(format!("{primary:.1} % / {spare:.1} %")),
         only(format!(
             "{:.2} / {:.2}, {:.0}",
             median(|one| one.pause_ms.p50),

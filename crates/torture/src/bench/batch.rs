@@ -68,13 +68,12 @@ pub struct BatchBench {
 pub struct BatchResult {
     /// As the program tells it itself.
     pub seconds: f64,
-    /// Processor time of the primary's host, the program and the agent, as a part of one
-    /// processor.
-    pub primary: f64,
+    /// Processor time of the primary's host, the program and the agent.
+    pub primary_s: f64,
     /// Of which the agent.
-    pub agent: f64,
-    /// Of the spare's host.
-    pub spare: f64,
+    pub agent_s: f64,
+    /// Processor time of the spare's host.
+    pub spare_s: f64,
     /// Of each checkpoint, ms.
     pub pause_ms: Spread,
     /// Of each checkpoint.
@@ -115,14 +114,13 @@ pub fn batch(bench: &BatchBench) -> Result<BatchResult, LabError> {
         let doing = format!("run {} ({status})", bench.program.name());
         return Err(LabError::Io { doing, source: std::io::Error::other(primary.said()) });
     }
-    let elapsed = end.at.since(begin.at).as_secs_f64();
     let mut epochs = epochs(&primary, (begin.at, end.at));
     let pauses = epochs.remove("pause_us").unwrap_or_default();
     Ok(BatchResult {
         seconds: took_s(&primary)?,
-        primary: (end.used[0] - begin.used[0]) / elapsed,
-        agent: if bench.protection.is_some() { agent / elapsed } else { 0.0 },
-        spare: (end.used[1] - begin.used[1]) / elapsed,
+        primary_s: end.used[0] - begin.used[0],
+        agent_s: if bench.protection.is_some() { agent } else { 0.0 },
+        spare_s: end.used[1] - begin.used[1],
         pause_ms: Spread::of(pauses.iter().map(|us| us / 1e3).collect()),
         bytes: Spread::of(epochs.remove("bytes").unwrap_or_default()),
     })

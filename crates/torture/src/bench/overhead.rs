@@ -163,11 +163,12 @@ const ALONE: &str = r#"
 "#;
 
 /// A filled Redis, kept.
-struct Bed {
+pub(super) struct Bed {
     imager: Option<Imager>,
     spare: Option<Process>,
-    primary: Process,
-    lab: Lab,
+    /// The Redis, or its agent.
+    pub(super) primary: Process,
+    pub(super) lab: Lab,
 }
 
 /// Measures, in a lab of its own. Any reply that is wrong, late or missing is an error.
@@ -219,7 +220,7 @@ fn points(
     result.bytes = Spread::of(epochs.remove("bytes").unwrap_or_default());
 }
 
-fn make_bed(bench: &OverheadBench) -> Result<Bed, LabError> {
+pub(super) fn make_bed(bench: &OverheadBench) -> Result<Bed, LabError> {
     let lab = Lab::new(2)?;
     let redis = redis(bench.way);
     let (spare, primary) = match bench.way.hotspare() {

@@ -98,10 +98,6 @@ pub struct RivalResult {
 pub fn rival(bench: &RivalBench) -> Result<RivalResult, LabError> {
     let lab = Lab::new(3)?;
     let (_processes, place) = make(bench, &lab)?;
-    fill_at(&lab, bench, &place)?;
-    if bench.keeper != Keeper::Sentinel {
-        epoch_after(&_processes[0], Instant::now())?;
-    }
     let stop = Arc::new(AtomicBool::new(false));
     let interval = Duration::from_secs_f64(bench.clients as f64 / bench.rate_per_s);
     let client = |number: usize| {
@@ -165,11 +161,16 @@ fn make(bench: &RivalBench, lab: &Lab) -> Result<(Vec<Process>, Place), LabError
         let spare = engine.spare(lab.host(1))?;
         let primary = engine.run(lab.host(0), &[lab.host(1)], &redis)?;
         wait_for_service(lab.client(), service, HANG)?;
+        fill_with(lab, bench.keys, 100)?;
+        epoch_after(&primary, Instant::now())?;
         return Ok((vec![primary, spare], Place::Service(service)));
     }
     redis.extend(["--repl-diskless-sync-delay", "0"].map(str::to_owned));
     let mut processes = vec![programs::start(lab.host(0), &redis)?];
     wait_for_service(lab.client(), lab.host(0).socket(PORT), HANG)?;
+    // Replicas do not hear of DEBUG: the first copy must have it all.
+    let (inside, count) = (Arc::clone(lab.host(0)), bench.keys.to_string());
+    lab.host(0).inside(move || ask(&inside, &["DEBUG", "POPULATE", &count, "key", "100"]))?;
     processes.push(replica(&redis, lab.host(1), lab.host(0))?);
     for host in lab.hosts() {
         processes.push(sentinel(host, lab.host(0), bench.sentinel_ms)?);
@@ -205,35 +206,6 @@ fn agreed(host: &Arc<Host>) -> Result<(), LabError> {
         std::thread::sleep(Duration::from_millis(20));
     }
     Err(LabError::Deadline { what: "Sentinels that know each other".into(), waited: HANG })
-}
-
-/// Redis fills itself; a replica must be told through the stream, which `DEBUG` is not part of,
-/// so it copies all anew.
-fn fill_at(lab: &Lab, bench: &RivalBench, place: &Place) -> Result<(), LabError> {
-    if let Place::Service(_) = place {
-        return fill_with(lab, bench.keys, 100);
-    }
-    let count = bench.keys.to_string();
-    let inside = Arc::clone(lab.host(0));
-    let words = move || ask(&inside, &["DEBUG", "POPULATE", &count, "key", "100"]);
-    lab.host(0).inside(words)?;
-    let (inside, primary) = (Arc::clone(lab.host(1)), lab.host(0).v4().to_string());
-    lab.host(1).inside(move || {
-        ask(&inside, &["REPLICAOF", "NO", "ONE"])?;
-        ask(&inside, &["REPLICAOF", &primary, &PORT.to_string()])
-    })?;
-    let deadline = Instant::now() + HANG;
-    loop {
-        let inside = Arc::clone(lab.host(1));
-        let said = lab.host(1).inside(move || ask(&inside, &["INFO", "replication"]))?;
-        if said.contains("role:slave") && said.contains("master_link_status:up") {
-            return agreed(lab.host(2));
-        }
-        if Instant::now() > deadline {
-            return Err(LabError::Deadline { what: "a replica".into(), waited: HANG });
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
 }
 
 /// Waits until somebody else answers at the place.
