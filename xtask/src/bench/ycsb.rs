@@ -162,6 +162,9 @@ fn measure(arguments: &YcsbArguments, tools: &Tools) -> Result<Vec<Row>> {
     let row = |way, interval_ms| Row { way, interval_ms, rounds: vec![] };
     let mut rows =
         vec![row(Way::Unprotected, 0), row(Way::Replica, 0), row(Way::OutputCommit, 100)];
+    if arguments.common.quick {
+        rows.truncate(1);
+    }
     rows.extend(arguments.intervals_ms.iter().map(|&ms| row(Way::Timeline, ms)));
     for round in 0..arguments.rounds {
         for row in &mut rows {

@@ -304,9 +304,11 @@ fn measure(
         value_bytes: bench.value_bytes,
         writes,
         wait,
+        asked: (0, false),
     };
     let sessions = (0..lanes as u64).map(record).collect();
-    let load = Load::start(bed.lab.client(), (SERVICE_V4, PORT).into(), pace, sessions, HANG);
+    let server = (SERVICE_V4, PORT).into();
+    let load = Load::start_together(bed.lab.client(), server, pace, sessions, HANG);
     let used = || {
         let host = |number: usize| bed.lab.host(number).used_s();
         Ok::<_, LabError>([host(0)?, used_s(&bed.primary), host(1)?])
@@ -349,27 +351,39 @@ struct Records {
     value_bytes: usize,
     writes: f64,
     wait: bool,
+    /// What was asked for last: which record, and whether it was written.
+    asked: (u64, bool),
 }
 
 impl Session for Records {
     fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
-        self.request(connection)
+        let mut request = Vec::new();
+        self.ask(&mut request);
+        connection.send(&request)?;
+        self.take(connection)
     }
 
-    fn request(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+    fn ask(&mut self, request: &mut Vec<u8>) {
         let number = self.dice.below(self.keys);
+        self.asked = (number, self.dice.chance(self.writes));
         let key = format!("key:{number}");
-        if !self.dice.chance(self.writes) {
-            connection.send(resp(&["GET", &key]).as_bytes())?;
-            return self.take_record(connection, number);
+        if !self.asked.1 {
+            request.extend_from_slice(resp(&["GET", &key]).as_bytes());
+            return;
         }
         // As `DEBUG POPULATE` has filled it, but for the padding.
         let value = format!("{:.<1$}", format!("value:{number};"), self.value_bytes);
-        let mut request = resp(&["SET", &key, &value]);
+        request.extend_from_slice(resp(&["SET", &key, &value]).as_bytes());
         if self.wait {
-            request.push_str(&resp(&["WAIT", "1", "0"]));
+            request.extend_from_slice(resp(&["WAIT", "1", "0"]).as_bytes());
         }
-        connection.send(request.as_bytes())?;
+    }
+
+    fn take(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+        let (number, wrote) = self.asked;
+        if !wrote {
+            return self.take_record(connection, number);
+        }
         is("+OK", connection.line()?)?;
         if self.wait { is(":1", connection.line()?) } else { Ok(()) }
     }

@@ -113,7 +113,8 @@ fn dump(criu: &Path, host: &Host, redis: i32) -> Result<f64, LabError> {
     let mut command = Command::new(criu);
     command.args(["dump", "--leave-running", "--tcp-established", "--manage-cgroups=ignore"]);
     // Where there is no iptables. It drops what clients send while the program is frozen.
-    command.args(["--network-lock", "nftables", "-v1", "-o", "log", "-D"]).arg(&inside);
+    command.args(["--network-lock", "nftables", "--skip-in-flight"]);
+    command.args(["-v1", "-o", "log", "-D"]).arg(&inside);
     host.run(command.args(["-t", &redis.to_string()]), HANG).map_err(|error| {
         let log = fs::read_to_string(dir.join("log")).unwrap_or_default();
         LabError::Io { doing: format!("{error}; criu says"), source: std::io::Error::other(log) }

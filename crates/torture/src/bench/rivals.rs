@@ -315,7 +315,7 @@ impl Client {
             Ok(()) => Outcome::Good,
             Err(ClientError::Timeout) => Outcome::Timeout,
             Err(ClientError::Wrong(_)) => Outcome::Wrong,
-            Err(ClientError::Connect(_) | ClientError::Lost(_)) => Outcome::Lost,
+            Err(_) => Outcome::Lost,
         };
         self.replies.push(Reply { due, sent, done: Instant::now(), outcome });
         if outcome == Outcome::Good {
