@@ -46,6 +46,8 @@ pub enum Bench {
     Scale(scale::ScaleArguments),
     /// How long programs take to start again from a store behind a slow line, as FREM's tables
     Restart(restart::RestartArguments),
+    /// How long clients of a Redis with ten million keys wait when it comes back from a store
+    FirstReply(restart::ReplyArguments),
     /// All of them, one after the other
     All(AllArguments),
 }
@@ -68,6 +70,7 @@ pub fn bench(bench: &Bench) -> Result<()> {
         Bench::Batch(arguments) => batch::batches(arguments),
         Bench::Scale(arguments) => scale::scales(arguments),
         Bench::Restart(arguments) => restart::restarts(arguments),
+        Bench::FirstReply(arguments) => restart::replies(arguments),
         Bench::All(arguments) => all(&arguments.common),
     }
 }
@@ -90,10 +93,11 @@ fn suites(common: &Common) -> Vec<(&'static str, Suite)> {
     let (latency, scale) =
         (latency::LatencyArguments::with(common()), scale::ScaleArguments::with(common()));
     let ycsb = ycsb::YcsbArguments::with(common());
-    let restart = restart::RestartArguments::with(common());
     let overhead = overhead::OverheadArguments::with(common());
     let (sentinel, batch) =
         (sentinel::SentinelArguments::with(common()), batch::BatchArguments::with(common()));
+    let (restart, reply) =
+        (restart::RestartArguments::with(common()), restart::ReplyArguments::with(common()));
     vec![
         ("pause", Box::new(move || pause::pauses(&pause))),
         ("failover", Box::new(move || failover::failovers(&failover))),
@@ -104,6 +108,7 @@ fn suites(common: &Common) -> Vec<(&'static str, Suite)> {
         ("batch", Box::new(move || batch::batches(&batch))),
         ("scale", Box::new(move || scale::scales(&scale))),
         ("restart", Box::new(move || restart::restarts(&restart))),
+        ("first-reply", Box::new(move || restart::replies(&reply))),
     ]
 }
 

@@ -274,6 +274,19 @@ impl Reporter {
         ));
     }
 
+    /// What the guest touches was tracked in a window.
+    pub fn tracked(&self, pages: u64, clearing: Duration, looking: Duration, lasted: Duration) {
+        tracing::debug!(pages, ?clearing, ?looking, ?lasted, "touched");
+        if self.json {
+            let ms = |time: Duration| time.as_secs_f64() * 1000.0;
+            let told = json!({
+                "event": "tracked", "pages": pages, "clearing_ms": ms(clearing),
+                "looking_ms": ms(looking), "window_ms": ms(lasted),
+            });
+            self.line(&told.to_string());
+        }
+    }
+
     /// No spare could take over.
     pub fn unprotected(&self) {
         if self.json {

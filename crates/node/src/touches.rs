@@ -22,12 +22,15 @@ pub struct Tracking {
     next: Instant,
     /// For the next window; away while one is open.
     tables: Option<PageTables>,
-    windows: Sender<Touches>,
+    windows: Sender<Opened>,
     back: Receiver<PageTables>,
     reporter: Reporter,
-    /// The notes were cleared for the checkpoint under way.
-    begun: bool,
+    /// The notes were cleared for the checkpoint under way, in this time.
+    cleared: Option<Duration>,
 }
+
+/// A window, and how long the guest's notes took to clear for it.
+type Opened = (Touches, Duration);
 
 impl Tracking {
     /// Starts the thread; none where the kernel does not let page tables be read, which is told.
@@ -53,7 +56,7 @@ impl Tracking {
             windows,
             back,
             reporter: reporter.clone(),
-            begun: false,
+            cleared: None,
         })
     }
 
@@ -62,24 +65,23 @@ impl Tracking {
         if let Ok(tables) = self.back.try_recv() {
             self.tables = Some(tables);
         }
-        if self.tables.is_none() || self.begun || self.next > Instant::now() {
+        if self.tables.is_none() || self.cleared.is_some() || self.next > Instant::now() {
             return;
         }
+        let began = Instant::now();
         match guest.forget_touches() {
-            Ok(()) => self.begun = true,
+            Ok(()) => self.cleared = Some(began.elapsed()),
             Err(error) => self.give_up(&error),
         }
     }
 
     /// The checkpoint has been taken.
     pub fn after(&mut self, guest: &mut Guest) {
-        if !std::mem::take(&mut self.begun) {
-            return;
-        }
+        let Some(cleared) = self.cleared.take() else { return };
         self.next = Instant::now() + self.every;
         let Some(tables) = self.tables.take() else { return };
         match guest.begin_touches(tables) {
-            Ok(window) => drop(self.windows.send(window)),
+            Ok(window) => drop(self.windows.send((window, cleared))),
             Err(error) => self.give_up(&error),
         }
     }
@@ -100,25 +102,28 @@ fn tell(reporter: &Reporter, why: &dyn Display) {
 /// Watches windows until there are no more. After a failure the page tables are not given back, so
 /// none follows.
 fn watch(
-    open: &Receiver<Touches>,
+    open: &Receiver<Opened>,
     give_back: &Sender<PageTables>,
     sink: &TouchSink,
     reporter: &Reporter,
 ) {
     let window = Window::default();
-    while let Ok(mut touches) = open.recv() {
-        let mut looked = Ok(Duration::ZERO);
+    while let Ok((mut touches, clearing)) = open.recv() {
+        let (began, mut looking) = (Instant::now(), Duration::ZERO);
+        let mut looked = Ok(());
         while looked.is_ok() && !touches.is_over(&window) {
             let due = touches.next_look().saturating_duration_since(Instant::now());
             std::thread::sleep(due.min(Duration::from_millis(100)));
             if touches.next_look() <= Instant::now() {
-                looked = touches.look();
+                looked = touches.look().map(|took| looking += took);
             }
         }
-        match looked.and_then(|_| touches.look()) {
+        match looked.and_then(|()| touches.look()) {
             Ok(took) => {
+                looking += took;
+                let lasted = began.elapsed();
                 let (touched, tables) = touches.end();
-                tracing::debug!(pages = touched.pages(), ?took, "touched");
+                reporter.tracked(touched.pages(), clearing, looking, lasted);
                 sink.put(touched);
                 let _ = give_back.send(tables);
             }

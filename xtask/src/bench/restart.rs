@@ -3,6 +3,7 @@
 
 mod line;
 mod programs;
+mod reply;
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -20,6 +21,7 @@ use serde_json::{Value, json};
 
 use self::line::Line;
 use self::programs::{Program, Workshop};
+pub use self::reply::{ReplyArguments, replies};
 use super::against::{Case, Figures, compare};
 use super::plot::{Axis, Curve, Panel, Plot};
 use super::report::{Common, Report, Table, wrapped};
@@ -49,18 +51,26 @@ pub struct RestartArguments {
     /// Seconds that a program has run before its last checkpoint
     #[arg(long, default_value_t = 12)]
     warm: u64,
-    /// Restarts of each kind; the medians are shown
-    #[arg(long, default_value_t = 1)]
+    /// Restarts of each kind, in turns; the medians are shown
+    #[arg(long, default_value_t = 3)]
     count: usize,
 }
 
 /// Megabytes a second, and the round trip.
 type Speed = (u64, Duration);
 
+fn speeds(lines: &[String]) -> Result<Vec<Speed>> {
+    let speed = |line: &String| {
+        let (rate, delay) = line.split_once(':').context("a line is written 32:70")?;
+        Ok((rate.parse()?, Duration::from_millis(delay.parse()?)))
+    };
+    lines.iter().map(speed).collect()
+}
+
 impl RestartArguments {
     pub fn with(common: Common) -> RestartArguments {
         let lines = ["32:70", "7:200"].map(str::to_owned).into();
-        RestartArguments { common, programs: vec![], lines, warm: 12, count: 1 }
+        RestartArguments { common, programs: vec![], lines, warm: 12, count: 3 }
     }
 
     fn wants(&self, name: &str) -> bool {
@@ -82,16 +92,38 @@ impl RestartArguments {
         if self.common.quick {
             return Ok(vec![(200, Duration::from_millis(1))]);
         }
-        let speed = |line: &String| {
-            let (rate, delay) = line.split_once(':').context("a line is written 32:70")?;
-            Ok((rate.parse()?, Duration::from_millis(delay.parse()?)))
-        };
-        self.lines.iter().map(speed).collect()
+        speeds(&self.lines)
     }
 
     fn record(&self, hotspare: &Path, program: &Program) -> Result<Recorded> {
         let (warm, track) = if self.common.quick { (1, "1s") } else { (self.warm, "5s") };
-        Recorded::make(hotspare, program, Duration::from_secs(warm), track)
+        let warm = Duration::from_secs(warm);
+        let program = (program.name, &program.command[..]);
+        Recorded::make(hotspare, program, &["--track", track], |_, primary| {
+            let deadline = Instant::now() + warm;
+            while Instant::now() < deadline {
+                if let Some(status) = primary.try_wait() {
+                    bail!("it ended with {status}");
+                }
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            Ok(())
+        })
+    }
+
+    /// Restarts one program, each kind in turns: the median of each, by latency.
+    fn rounds(&self, recorded: &Recorded, speed: Speed) -> Result<Vec<Restart>> {
+        let mut all = vec![Vec::new(); STARTS.len()];
+        for _ in 0..if self.common.quick { 1 } else { self.count.max(1) } {
+            for (kind, (_, how)) in all.iter_mut().zip(STARTS) {
+                kind.push(recorded.restart(how, speed)?);
+            }
+        }
+        let median = |mut went: Vec<Restart>| {
+            went.sort_by(|a, b| a.latency_s.total_cmp(&b.latency_s));
+            went.swap_remove(went.len() / 2)
+        };
+        Ok(all.into_iter().map(median).collect())
     }
 }
 
@@ -101,13 +133,15 @@ struct Restart {
     latency_s: f64,
     before_mb: f64,
     behind_mb: f64,
+    /// Until all of it was there.
+    whole_s: f64,
     behind_s: f64,
     waited_s: f64,
     unforeseen: u64,
     requests: u64,
 }
 
-const COLUMNS: [&str; 13] = [
+const COLUMNS: [&str; 14] = [
     "program",
     "image MB",
     "all first s",
@@ -117,11 +151,15 @@ const COLUMNS: [&str; 13] = [
     "early MB",
     "s",
     "saved",
-    "came behind s",
+    "all there s",
     "waited for s",
+    "of the overlap",
     "unforeseen pages",
     "requests",
 ];
+
+const TRACKING: [&str; 6] =
+    ["program", "windows", "window s", "clearing ms", "looking ms", "of the window"];
 
 /// Stores, kills and restores each program, and shows what it took.
 pub fn restarts(arguments: &RestartArguments) -> Result<()> {
@@ -136,7 +174,7 @@ pub fn restarts(arguments: &RestartArguments) -> Result<()> {
     for program in &programs {
         recorded.push(arguments.record(&hotspare, program)?);
     }
-    let mut text = wrapped(ABOUT);
+    let mut text = wrapped(ABOUT) + &tracked(&recorded, &mut report)?;
     let mut panels = Vec::new();
     for speed in speeds {
         let (rate, delay_ms) = (speed.0, speed.1.as_millis() as u64);
@@ -145,13 +183,11 @@ pub fn restarts(arguments: &RestartArguments) -> Result<()> {
         let mut table = Table::new(&COLUMNS);
         let mut all = Vec::new();
         for recorded in &recorded {
-            let mut went = Vec::new();
-            for (start, how) in STARTS {
-                let restart = recorded.restarts(how, speed, arguments.count)?;
+            let went = arguments.rounds(recorded, speed)?;
+            for ((start, _), restart) in STARTS.iter().zip(&went) {
                 let of = json!({ "program": recorded.name, "start": start, "mb_per_s": rate,
                     "round_trip_ms": delay_ms });
-                report.add(of, &restart)?;
-                went.push(restart);
+                report.add(of, restart)?;
             }
             let saved = row(&mut table, recorded.name, &went);
             all.push((recorded.name, went, saved));
@@ -170,6 +206,26 @@ pub fn restarts(arguments: &RestartArguments) -> Result<()> {
         panels,
     });
     report.finish("restart", &text)
+}
+
+/// What tracking took of each program.
+fn tracked(all: &[Recorded], report: &mut Report) -> Result<String> {
+    println!();
+    let mut table = Table::new(&TRACKING);
+    for recorded in all {
+        let tracking = &recorded.tracking;
+        let ms = tracking.clearing_ms + tracking.looking_ms;
+        report.add(json!({ "program": recorded.name, "tracking": true }), tracking)?;
+        table.row([
+            recorded.name.to_owned(),
+            tracking.windows.to_string(),
+            format!("{:.2}", tracking.window_ms / 1e3),
+            format!("{:.2}", tracking.clearing_ms),
+            format!("{:.2}", tracking.looking_ms),
+            format!("{:.2} %", 100.0 * ms / tracking.window_ms.max(1.0)),
+        ]);
+    }
+    Ok(format!("\n{}\n{}", wrapped(ABOUT_TRACKING), table.text))
 }
 
 /// One place for each program.
@@ -213,8 +269,16 @@ const ABOUT: &str = "A program runs under `hotspare run --store` for some second
     set (`--start touched`, as FREM does), with as much as is needed so that, at the measured \
     bandwidth, nothing comes later than it was touched (`smooth`), and with what was touched in \
     the first moments (`early`, what `restore` does). What follows is of `early`; saved is against \
-    all first. Waited for: pages that were not there yet, all together, each by whoever came \
-    first. Unforeseen: pages that were waited for and not even asked for.";
+    all first. All there: the rest of the memory has come behind it, to be compared with all \
+    first. Waited for: pages that were not there yet, all together, each by whoever came first; \
+    of the overlap: what that is of the time from its start until all is there, so of a program \
+    with one thread how much slower it was. Unforeseen: pages that were waited for and not even \
+    asked for.";
+
+const ABOUT_TRACKING: &str = "Tracking what is touched, while the program runs and is stored: \
+    means of all windows of the recording. Clearing the notes holds the address space's lock, so \
+    that a page fault may wait for it; looking is beside the program. Of the window: both, of a \
+    processor.";
 
 fn row(table: &mut Table, name: &str, went: &[Restart]) -> f64 {
     let [all, touched, smooth, early] = went else { return 0.0 };
@@ -229,12 +293,36 @@ fn row(table: &mut Table, name: &str, went: &[Restart]) -> f64 {
         format!("{:.1}", early.before_mb),
         format!("{:.2}", early.latency_s),
         format!("{saved:.0} %"),
-        format!("{:.2}", early.behind_s),
+        format!("{:.2}", early.whole_s),
         format!("{:.2}", early.waited_s),
+        format!("{:.0} %", 100.0 * early.waited_s / early.behind_s.max(0.01)),
         early.unforeseen.to_string(),
         early.requests.to_string(),
     ]);
     saved
+}
+
+/// What tracking took, for each window.
+#[derive(Clone, Debug, Default, Serialize)]
+struct Tracking {
+    windows: usize,
+    window_ms: f64,
+    clearing_ms: f64,
+    looking_ms: f64,
+}
+
+impl Tracking {
+    fn of(primary: &Process) -> Self {
+        let lines = primary.stdout().lines().into_iter();
+        let told = lines.filter_map(|line| serde_json::from_str::<Value>(&line.text).ok());
+        let told: Vec<Value> = told.filter(|told| told["event"] == "tracked").collect();
+        let mean = |name: &str| {
+            let each = told.iter().filter_map(|told| told[name].as_f64());
+            each.sum::<f64>() / told.len().max(1) as f64
+        };
+        let (window_ms, clearing_ms) = (mean("window_ms"), mean("clearing_ms"));
+        Self { windows: told.len(), window_ms, clearing_ms, looking_ms: mean("looking_ms") }
+    }
 }
 
 /// A program's checkpoints, in a directory.
@@ -242,45 +330,39 @@ struct Recorded {
     hotspare: PathBuf,
     name: &'static str,
     lab: Lab,
+    tracking: Tracking,
 }
 
 impl Recorded {
-    fn make(hotspare: &Path, program: &Program, warm: Duration, track: &str) -> Result<Self> {
+    /// Runs it, stored, for as long as `meanwhile` takes, and until it is known what it touches.
+    fn make(
+        hotspare: &Path,
+        (name, program): (&'static str, &[String]),
+        more: &[&str],
+        meanwhile: impl FnOnce(&Lab, &Process) -> Result<()>,
+    ) -> Result<Self> {
         let lab = Lab::new(2)?;
         let store = format!("file://{LAB_DIR}/served/{PLACE}");
         let mut command = Command::new(hotspare);
-        command.args(["run", "--json", "--insecure", "--guest", program.name, "--store", &store]);
-        command.args(["--store-every", "1s", "--track", track, "--keep", "1h", "--"]);
-        command.args(&program.command);
+        command.args(["run", "--json", "--insecure", "--guest", name, "--store", &store]);
+        command.args(["--store-every", "1s", "--keep", "1h"]).args(more).arg("--").args(program);
         let primary = lab.host(0).spawn(&mut command)?;
-        let deadline = Instant::now() + warm;
-        while Instant::now() < deadline {
-            if let Some(status) = primary.try_wait() {
-                bail!("{} ended with {status}:\n{}", program.name, primary.said());
-            }
-            std::thread::sleep(Duration::from_millis(100));
-        }
-        let served = lab.host(0).outside(format!("{LAB_DIR}/served/{PLACE}/{}", program.name));
+        meanwhile(&lab, &primary).with_context(|| format!("{name}:\n{}", primary.said()))?;
+        let served = lab.host(0).outside(format!("{LAB_DIR}/served/{PLACE}/{name}"));
         let deadline = Instant::now() + PATIENCE;
         while !served.join("touched").exists() {
             if Instant::now() > deadline {
-                bail!("nothing is known of what {} touches:\n{}", program.name, primary.said());
+                bail!("nothing is known of what {name} touches:\n{}", primary.said());
             }
             std::thread::sleep(Duration::from_millis(100));
         }
         kill(&primary)?;
-        Ok(Self { hotspare: hotspare.to_owned(), name: program.name, lab })
+        let tracking = Tracking::of(&primary);
+        Ok(Self { hotspare: hotspare.to_owned(), name, lab, tracking })
     }
 
-    /// The median of some restarts, by latency.
-    fn restarts(&self, how: &[&str], line: Speed, count: usize) -> Result<Restart> {
-        let went = (0..count.max(1)).map(|_| self.restart(how, line));
-        let mut went = went.collect::<Result<Vec<_>>>()?;
-        went.sort_by(|a, b| a.latency_s.total_cmp(&b.latency_s));
-        Ok(went.swap_remove(went.len() / 2))
-    }
-
-    fn restart(&self, how: &[&str], (rate, delay): Speed) -> Result<Restart> {
+    /// Begins to restore it at the end of a line.
+    fn begin(&self, how: &[&str], (rate, delay): Speed) -> Result<(Process, Arc<Line>)> {
         let (host, line) = (self.lab.host(1), Arc::new(Line::new(rate, delay)));
         let served = self.lab.host(0).outside(format!("{LAB_DIR}/served"));
         let listener = host.inside(|| TcpListener::bind(("127.0.0.1", 0)))?;
@@ -291,24 +373,35 @@ impl Recorded {
         let mut command = Command::new(&self.hotspare);
         command.env("AWS_ACCESS_KEY_ID", "x").env("AWS_SECRET_ACCESS_KEY", "x");
         command.args(["restore", "--json", "--insecure"]).args(how).args([&from, self.name]);
-        let restored = host.spawn(&mut command)?;
-        let started = told(host, &restored, "restored")?;
-        let loaded = told(host, &restored, "loaded")?;
-        kill(&restored)?;
-        let number = |told: &Value, name: &str| told[name].as_f64().unwrap_or_default();
-        let megabytes = |bytes: f64| bytes / f64::from(1 << 20);
-        let latency_s = number(&started, "took_ms") / 1e3;
-        let seconds = number(&loaded, "seconds");
-        Ok(Restart {
-            latency_s,
-            before_mb: megabytes(number(&loaded, "bytes_before")),
-            behind_mb: megabytes(number(&loaded, "bytes_behind")),
-            behind_s: seconds - number(&loaded, "before_seconds"),
-            waited_s: number(&loaded, "waited_seconds"),
-            unforeseen: loaded["unforeseen"].as_u64().unwrap_or_default(),
-            requests: line.requests.load(Ordering::Relaxed),
-        })
+        Ok((host.spawn(&mut command)?, line))
     }
+
+    fn restart(&self, how: &[&str], speed: Speed) -> Result<Restart> {
+        let (restored, line) = self.begin(how, speed)?;
+        let restart = went(self.lab.host(1), &restored, &line)?;
+        kill(&restored)?;
+        Ok(restart)
+    }
+}
+
+/// What a restart came to, when all its memory is there.
+fn went(host: &Host, restored: &Process, line: &Line) -> Result<Restart> {
+    let started = told(host, restored, "restored")?;
+    let loaded = told(host, restored, "loaded")?;
+    let number = |told: &Value, name: &str| told[name].as_f64().unwrap_or_default();
+    let megabytes = |bytes: f64| bytes / f64::from(1 << 20);
+    let latency_s = number(&started, "took_ms") / 1e3;
+    let behind_s = number(&loaded, "seconds") - number(&loaded, "before_seconds");
+    Ok(Restart {
+        latency_s,
+        before_mb: megabytes(number(&loaded, "bytes_before")),
+        behind_mb: megabytes(number(&loaded, "bytes_behind")),
+        whole_s: latency_s + behind_s,
+        behind_s,
+        waited_s: number(&loaded, "waited_seconds"),
+        unforeseen: loaded["unforeseen"].as_u64().unwrap_or_default(),
+        requests: line.requests.load(Ordering::Relaxed),
+    })
 }
 
 /// Waits until the agent says so.

@@ -1,0 +1,255 @@
+//! `cargo xtask bench first-reply`: how long the clients of a large Redis wait until one of them
+//! has a reply, when it comes back from a store at the end of a line.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::path::Path;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use hotspare_torture::dice::Dice;
+use hotspare_torture::lab::{LAB_DIR, Lab, Process, SERVICE_CIDR, SERVICE_V4};
+use serde::Serialize;
+use serde_json::json;
+
+use super::{PATIENCE, PLACE, Recorded, Restart, Speed, kill, went};
+use crate::bench::report::{Common, Report, Table, wrapped};
+use crate::tree;
+
+const NAME: &str = "redis";
+const PORT: u16 = 7005;
+/// Filling ten million keys takes a while on a busy machine.
+const FILLING: Duration = Duration::from_secs(600);
+/// When clients try again.
+const AGAIN: Duration = Duration::from_millis(2);
+
+#[derive(Debug, Args)]
+pub struct ReplyArguments {
+    #[command(flatten)]
+    common: Common,
+    /// Keys, with values of 40 bytes that do not repeat
+    #[arg(long, default_value_t = 10_000_000)]
+    keys: u64,
+    /// Lines: megabytes a second, and milliseconds of a round trip
+    #[arg(long, value_delimiter = ',', default_value = "32:70,7:200")]
+    lines: Vec<String>,
+    /// Restarts of each kind, in turns; the medians are shown
+    #[arg(long, default_value_t = 3)]
+    count: usize,
+}
+
+/// How one restart went.
+#[derive(Clone, Debug, Default, Serialize)]
+struct Reply {
+    reply_s: f64,
+    #[serde(flatten)]
+    restart: Restart,
+}
+
+const ABOUT: &str = "A Redis with that many keys (values of 40 bytes that do not repeat) runs \
+    under `hotspare run --store`, while a client asks for random keys, and its host dies; \
+    `hotspare restore` brings it back on another host, at the end of a line as above. First reply: \
+    from the start of `restore` until a client that connects anew and asks for a random key has \
+    its value, which is compared with what it should be. All first: with `--load-first`.";
+
+const COLUMNS: [&str; 9] = [
+    "line",
+    "keys",
+    "image MB",
+    "sent MB",
+    "first reply, all first s",
+    "first reply s",
+    "times faster",
+    "runs s",
+    "all there s",
+];
+
+impl ReplyArguments {
+    pub fn with(common: Common) -> Self {
+        let lines = ["32:70", "7:200"].map(str::to_owned).into();
+        Self { common, keys: 10_000_000, lines, count: 3 }
+    }
+
+    /// How many keys, over which lines, how often.
+    fn plan(&self) -> Result<(u64, Vec<Speed>, usize)> {
+        match self.common.quick {
+            true => Ok((20_000, vec![(200, Duration::from_millis(1))], 1)),
+            false => Ok((self.keys, super::speeds(&self.lines)?, self.count.max(1))),
+        }
+    }
+}
+
+/// Fills, stores, kills and restores it, and shows how long its clients waited.
+pub fn replies(arguments: &ReplyArguments) -> Result<()> {
+    ensure!(arguments.common.against.is_none(), "first-reply does not compare commits");
+    let hotspare = tree::build_hotspare()?;
+    let mut report = Report::new("first-reply", &arguments.common)?;
+    let (keys, speeds, count) = arguments.plan()?;
+    let recorded = record(&hotspare, keys)?;
+    let mut table = Table::new(&COLUMNS);
+    for speed in speeds {
+        let kinds: [&[&str]; 2] = [&["--load-first"], &[]];
+        let mut all: [Vec<Reply>; 2] = Default::default();
+        let mut sent = 0.0;
+        for round in 0..count {
+            for (kind, how) in all.iter_mut().zip(kinds) {
+                let (reply, bytes) = restart(&recorded, how, speed, keys, round as u64)?;
+                println!("{how:?}: {reply:?}");
+                kind.push(reply);
+                sent = bytes;
+            }
+        }
+        let [first, behind] = all.map(median);
+        let delay_ms = speed.1.as_millis() as u64;
+        for (start, reply) in [("loaded", &first), ("early", &behind)] {
+            let of = json!({ "keys": keys, "start": start, "mb_per_s": speed.0,
+                "round_trip_ms": delay_ms });
+            report.add(of, reply)?;
+        }
+        table.row([
+            format!("{} MB/s, {delay_ms} ms", speed.0),
+            keys.to_string(),
+            format!("{:.0}", first.restart.before_mb + first.restart.behind_mb),
+            format!("{sent:.0}"),
+            format!("{:.2}", first.reply_s),
+            format!("{:.2}", behind.reply_s),
+            format!("{:.1}", first.reply_s / behind.reply_s),
+            format!("{:.2}", behind.restart.latency_s),
+            format!("{:.2}", behind.restart.whole_s),
+        ]);
+    }
+    report.finish("first-reply", &format!("{}\n{}", wrapped(ABOUT), table.text))
+}
+
+fn median(mut all: Vec<Reply>) -> Reply {
+    all.sort_by(|a, b| a.reply_s.total_cmp(&b.reply_s));
+    all.swap_remove(all.len() / 2)
+}
+
+fn record(hotspare: &Path, keys: u64) -> Result<Recorded> {
+    let server = ["redis-server", "--save", "", "--protected-mode", "no", "--port"];
+    let mut server: Vec<String> = server.map(str::to_owned).into();
+    server.push(PORT.to_string());
+    let more = ["--track", "5s", "--service-address", SERVICE_CIDR];
+    Recorded::make(hotspare, (NAME, &server), &more, |lab, primary| {
+        let mut client = connect(lab, primary)?;
+        fill(&mut client, keys).context("fill it")?;
+        // So that it is known what it touches when it serves.
+        let (filled, began) = (now_ms(), Instant::now());
+        let mut dice = Dice::new(1);
+        let store = lab.host(0).outside(format!("{LAB_DIR}/served/{PLACE}/{NAME}/checkpoints"));
+        while began.elapsed() < Duration::from_secs(12) || newest(&store)? < filled + 6000 {
+            ensure!(began.elapsed() < FILLING, "what it holds is not stored");
+            client.check(1 + dice.roll() % keys)?;
+        }
+        Ok(())
+    })
+}
+
+/// When the newest checkpoint was taken.
+fn newest(checkpoints: &Path) -> Result<u64> {
+    let mut newest = 0;
+    for entry in std::fs::read_dir(checkpoints).context("look into the store")? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        let time = name.split('-').nth(2).and_then(|time| time.parse::<u64>().ok());
+        newest = newest.max(time.unwrap_or(0));
+    }
+    Ok(newest)
+}
+
+fn now_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_millis() as u64)
+}
+
+fn fill(client: &mut Client, keys: u64) -> Result<()> {
+    const AT_ONCE: u64 = 50_000;
+    let script = "for i = ARGV[1], ARGV[2] do \
+        redis.call('SET', string.format('key:%d', i), redis.sha1hex(string.format('%d', i))) end \
+        return 1";
+    for from in (1..=keys).step_by(AT_ONCE as usize) {
+        let to = (from + AT_ONCE - 1).min(keys).to_string();
+        client.ask(&["EVAL", script, "0", &from.to_string(), &to])?;
+    }
+    let has = client.ask(&["DBSIZE"])?;
+    ensure!(has == format!(":{keys}"), "it has {has} keys");
+    Ok(())
+}
+
+/// The value of a key, as the script makes it.
+fn value(key: u64) -> String {
+    let digest =
+        ring::digest::digest(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY, key.to_string().as_bytes());
+    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Speaks as much of Redis as is needed.
+struct Client {
+    stream: TcpStream,
+    answers: BufReader<TcpStream>,
+}
+
+impl Client {
+    fn connect() -> Result<Self> {
+        let server = SocketAddr::new(IpAddr::V4(SERVICE_V4), PORT);
+        let stream = TcpStream::connect_timeout(&server, Duration::from_millis(100))?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        let answers = BufReader::new(stream.try_clone()?);
+        Ok(Self { stream, answers })
+    }
+
+    fn ask(&mut self, words: &[&str]) -> Result<String> {
+        let each = words.iter().map(|word| format!("${}\r\n{word}\r\n", word.len()));
+        let command = format!("*{}\r\n{}", words.len(), each.collect::<String>());
+        self.stream.write_all(command.as_bytes())?;
+        let mut line = String::new();
+        self.answers.read_line(&mut line)?;
+        let line = line.trim_end();
+        let Some(length) = line.strip_prefix('$') else { return Ok(line.to_owned()) };
+        let Ok(length) = length.parse::<usize>() else { bail!("there is nothing") };
+        let mut bytes = vec![0; length + 2];
+        self.answers.read_exact(&mut bytes)?;
+        Ok(String::from_utf8_lossy(&bytes[..length]).into_owned())
+    }
+
+    /// Asks for a key.
+    fn check(&mut self, key: u64) -> Result<()> {
+        let has = self.ask(&["GET", &format!("key:{key}")])?;
+        ensure!(has == value(key), "key {key} has the value {has:?}");
+        Ok(())
+    }
+}
+
+/// Tries until there is a server.
+fn connect(lab: &Lab, agent: &Process) -> Result<Client> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Ok(client) = lab.client().inside(Client::connect) {
+            return Ok(client);
+        }
+        if agent.try_wait().is_some() || Instant::now() > deadline {
+            bail!("nobody answers:\n{}", agent.said());
+        }
+        std::thread::sleep(AGAIN);
+    }
+}
+
+/// One restart, and the megabytes that were sent for it.
+fn restart(
+    recorded: &Recorded,
+    how: &[&str],
+    speed: Speed,
+    keys: u64,
+    round: u64,
+) -> Result<(Reply, f64)> {
+    let key = 1 + Dice::new(round).roll() % keys;
+    let began = Instant::now();
+    let (restored, line) = recorded.begin(how, speed)?;
+    connect(&recorded.lab, &restored)?.check(key)?;
+    let reply_s = began.elapsed().as_secs_f64();
+    let restart = went(recorded.lab.host(1), &restored, &line)?;
+    kill(&restored)?;
+    let sent = line.bytes.load(std::sync::atomic::Ordering::Relaxed) as f64;
+    Ok((Reply { reply_s, restart }, sent / f64::from(1 << 20)))
+}
