@@ -65,10 +65,11 @@ impl Catalogue {
         self.0.remove(&name);
     }
 
-    fn named(&self, reign: u64, epoch: u64) -> Option<Name> {
-        // Where there are two the whole one is as good, and less to read.
-        let found = self.0.iter().filter(|name| (name.reign, name.epoch) == (reign, epoch));
-        found.min_by_key(|name| name.base).copied()
+    pub(crate) fn named(&self, reign: u64, epoch: u64) -> Option<Name> {
+        // Where there are two the whole one is as good, and less to read: it comes first.
+        let first = Name { reign, epoch, base: Base::Whole, time_ms: 0, bytes: 0 };
+        let found = self.0.range(first..).next().copied();
+        found.filter(|name| (name.reign, name.epoch) == (reign, epoch))
     }
 
     /// What is needed for a checkpoint, from the whole one on. `None` if some of it is missing.
