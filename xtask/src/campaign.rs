@@ -87,33 +87,6 @@ struct Leg {
     rounds: Vec<(Kind, u64)>,
 }
 
-/// What CI does: some of everything, with more patience for hosts that stand still.
-pub fn small() -> Result<(u64, u64)> {
-    let arguments = CampaignArguments {
-        kills: 15,
-        spare_kills: 5,
-        cuts: 10,
-        stops: 5,
-        connections: 200,
-        callers: 4,
-        saturated: false,
-        programs: Vec::new(),
-        seed: 1,
-        exact_seed: None,
-        jobs: 1,
-        epoch_ms: 100,
-        silence_ms: Some(200),
-        direct: false,
-        seconds: None,
-        broken_gate: false,
-        failures: 5,
-        logs: None,
-    };
-    let tally = rounds(&arguments)?;
-    println!("\n{tally}");
-    Ok(tally.passed_and_failed())
-}
-
 /// Does it and prints; the last line is `N passed, N failed`.
 pub fn campaign(arguments: &CampaignArguments) -> Result<()> {
     if arguments.broken_gate {
@@ -274,7 +247,7 @@ impl CampaignArguments {
 }
 
 /// Builds what tells whether a history is linearizable.
-fn build_checker() -> Result<PathBuf> {
+pub(crate) fn build_checker() -> Result<PathBuf> {
     let checker = tree::target().join("linearizable");
     let mut build = Command::new("go");
     build.args(["build", "-o"]).arg(&checker).arg(".");

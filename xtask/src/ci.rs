@@ -11,7 +11,7 @@ use clap::Args;
 use crate::guests::{self, GuestArguments};
 use crate::kills::{self, KillArguments};
 use crate::tree::cargo;
-use crate::{bench, call, campaign, tidy};
+use crate::{bench, call, tidy, torture};
 
 #[derive(Debug, Args)]
 pub struct CiArguments {
@@ -64,7 +64,7 @@ pub fn ci(arguments: &CiArguments) -> Result<()> {
         suites.push(own_suite("kills", || kills::all(&each_once))?);
         suites.push(own_suite("moves", || kills::all(&KillArguments::moves()))?);
         suites.push(own_suite("unnoticed", || kills::all(&KillArguments::unnoticed()))?);
-        suites.push(own_suite("campaign", campaign::small)?);
+        suites.push(own_suite("torture", torture::smoke)?);
         suites.push(own_suite("bench", bench::quick)?);
     }
     report(&suites)

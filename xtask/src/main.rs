@@ -11,6 +11,7 @@ mod kills;
 mod pool;
 mod simulate;
 mod tidy;
+mod torture;
 mod tree;
 
 use std::process::{Command, ExitCode};
@@ -40,6 +41,8 @@ enum Task {
     Kills(kills::KillArguments),
     /// Kills, cuts off and stops hosts of a server again and again, whose clients must not notice
     Campaign(campaign::CampaignArguments),
+    /// Runs scenarios: faults at their times or at random ones, as files of `scenarios/` tell them
+    Torture(torture::TortureArguments),
     /// Fails over under clients that look at what becomes of their connections
     Connections(connections::ConnectionArguments),
     /// Runs clusters in simulated time, with faults at random instants
@@ -70,6 +73,7 @@ fn run(task: Task) -> Result<()> {
         Task::Guests(arguments) => guests::guests(&arguments),
         Task::Kills(arguments) => kills::kills(&arguments),
         Task::Campaign(arguments) => campaign::campaign(&arguments),
+        Task::Torture(arguments) => torture::torture(&arguments),
         Task::Connections(arguments) => connections::connections(&arguments),
         Task::Simulate(arguments) => simulate::simulate(&arguments),
         Task::Fuzz(arguments) => fuzz::fuzz(&arguments),

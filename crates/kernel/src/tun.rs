@@ -20,7 +20,7 @@ const TUNSETOFFLOAD: libc::c_ulong = 0x4004_54d0;
 const OFFLOADS: libc::c_ulong = 0x07;
 /// Bytes of the header before each packet.
 pub const HEADER_BYTES: usize = 10;
-/// Bytes of the longest packet, with its header.
+/// Bytes of the longest packet or frame, with its header.
 pub const PACKET_BYTES_MAX: usize = HEADER_BYTES + 65_535 + 40;
 
 /// One such interface. Closing it takes the interface away.
@@ -30,6 +30,15 @@ pub struct Tun(OwnedFd);
 impl Tun {
     /// Makes an interface, down, in the calling thread's network namespace (`CAP_NET_ADMIN`).
     pub fn create(name: &str) -> Result<Self> {
+        Self::make(name, libc::IFF_TUN)
+    }
+
+    /// As [`Tun::create`], but whole Ethernet frames are read and written.
+    pub fn create_tap(name: &str) -> Result<Self> {
+        Self::make(name, libc::IFF_TAP)
+    }
+
+    fn make(name: &str, layer: libc::c_int) -> Result<Self> {
         if name.len() >= libc::IFNAMSIZ {
             return Err(KernelError::from_errno("make interface", libc::ENAMETOOLONG));
         }
@@ -37,7 +46,7 @@ impl Tun {
         // `struct ifreq`: the name, then the flags in a union of 24 bytes.
         let mut request = [0u8; libc::IFNAMSIZ + 24];
         request[..name.len()].copy_from_slice(name.as_bytes());
-        let kind = (libc::IFF_TUN | libc::IFF_NO_PI | libc::IFF_VNET_HDR) as u16;
+        let kind = (layer | libc::IFF_NO_PI | libc::IFF_VNET_HDR) as u16;
         request[libc::IFNAMSIZ..][..2].copy_from_slice(&kind.to_ne_bytes());
         // SAFETY: `request` has the size of the structure that TUNSETIFF reads and writes.
         let made = unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETIFF, request.as_mut_ptr()) };

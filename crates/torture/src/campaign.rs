@@ -4,7 +4,7 @@
 //! One lab lasts for many rounds. A round: a load, a random instant, a fault, all clients go on,
 //! whoever was lost is replaced, the guest is protected again. Each has a seed of its own.
 
-mod agents;
+pub(crate) mod agents;
 mod fault;
 mod tally;
 pub mod witness;
@@ -40,6 +40,16 @@ const LONG_SILENCE: Duration = Duration::from_secs(3);
 pub struct Plan {
     /// The `hotspare` program.
     pub binary: PathBuf,
+    /// Those that the guest runs on in turns.
+    pub hosts: usize,
+    /// `timeline` or `output-commit`.
+    pub guarantee: &'static str,
+    /// All hosts hang on wires that can be disturbed.
+    pub wires: bool,
+    /// Each host has a disk of its own of this size.
+    pub disk_bytes: Option<u64>,
+    /// Agents can be short of memory.
+    pub is_strained: bool,
     /// Between two checkpoints.
     pub epoch: Duration,
     /// `--silence` of all agents, if not theirs.
@@ -65,6 +75,11 @@ impl Plan {
     pub fn new(binary: PathBuf, logs: PathBuf) -> Plan {
         Plan {
             binary,
+            hosts: 2,
+            guarantee: "output-commit",
+            wires: false,
+            disk_bytes: None,
+            is_strained: false,
             epoch: Duration::from_millis(100),
             silence: None,
             run_words: Vec::new(),
@@ -166,22 +181,7 @@ impl Campaign {
     /// Starts hosts, the program, its spare and clients; returns when all of them are well.
     pub fn start(program: Program, plan: Plan, seed: u64) -> Result<Campaign, LabError> {
         let mut agents = Agents::start(&program, &plan)?;
-        let dice = Dice::new(seed);
-        let talks = |prefix: &str, count: usize| -> Vec<Box<dyn Talk>> {
-            let dice = dice.part(prefix.len() as u64);
-            let talk = |number: usize| {
-                talk_to(&program, format!("{prefix}{number}"), dice.part(number as u64))
-            };
-            (0..count).map(talk).collect()
-        };
-        let crew = Crew {
-            server: agents.service,
-            held: talks("held", plan.connections),
-            callers: talks("caller", plan.callers),
-            patience: plan.patience,
-            seed,
-        };
-        let fleet = Fleet::start(agents.lab.client(), crew);
+        let fleet = Fleet::start(agents.lab.client(), crew_of(&program, &plan, &agents, seed));
         let waited = HANG;
         let what = |what: String| LabError::Deadline { what, waited };
         fleet.roll_call(HANG).map_err(|behind| what(format!("{behind} first replies")))?;
@@ -290,7 +290,26 @@ impl Campaign {
     }
 }
 
-fn draw_pace(dice: &mut Dice, is_saturated: bool) -> Pace {
+/// The clients of a plan.
+pub(crate) fn crew_of(program: &Program, plan: &Plan, agents: &Agents, seed: u64) -> Crew {
+    let dice = Dice::new(seed);
+    let talks = |prefix: &str, count: usize| -> Vec<Box<dyn Talk>> {
+        let dice = dice.part(prefix.len() as u64);
+        let talk =
+            |number: usize| talk_to(program, format!("{prefix}{number}"), dice.part(number as u64));
+        (0..count).map(talk).collect()
+    };
+    Crew {
+        server: agents.service,
+        held: talks("held", plan.connections),
+        callers: talks("caller", plan.callers),
+        patience: plan.patience,
+        seed,
+    }
+}
+
+/// How hard clients ask in a round.
+pub(crate) fn draw_pace(dice: &mut Dice, is_saturated: bool) -> Pace {
     match dice.below(6) {
         _ if is_saturated => Pace::Saturated,
         0 => Pace::PerSecond(0),

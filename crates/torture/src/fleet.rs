@@ -99,7 +99,37 @@ pub struct Seen {
     pub wait: Duration,
 }
 
+/// Replies of a hundredth of a second.
+#[derive(Clone, Copy, Debug)]
+pub struct Mark {
+    /// When the first of them came.
+    pub at: Instant,
+    /// How many.
+    pub replies: u64,
+    /// The longest time from a request to its reply.
+    pub wait: Duration,
+}
+
+/// Between two marks.
+const MARK_EVERY: Duration = Duration::from_millis(10);
+/// Marks that are kept: a quarter of an hour with replies all the time.
+const MARKS_MAX: usize = 90_000;
+
 impl Seen {
+    /// Adds what was seen later.
+    pub fn add(&mut self, later: &Seen) {
+        self.replies += later.replies;
+        self.resets += later.resets;
+        self.errors += later.errors;
+        self.lost += later.lost;
+        self.duplicates += later.duplicates;
+        self.silence = self.silence.max(later.silence);
+        self.wait = self.wait.max(later.wait);
+        later.words.iter().for_each(|words| self.say(words.clone()));
+        let room = WORDS_MAX.saturating_sub(self.slow.len());
+        self.slow.extend(later.slow.iter().take(room).cloned());
+    }
+
     /// True if no client has noticed anything but time.
     pub fn is_good(&self) -> bool {
         self.resets + self.errors + self.lost + self.duplicates == 0
@@ -147,6 +177,7 @@ struct Shared {
     /// Every line is to ask after this instant.
     roll: AtomicU64,
     seen: Mutex<(Seen, Roll)>,
+    marks: Mutex<Vec<Mark>>,
 }
 
 /// Who has been answered.
@@ -221,6 +252,11 @@ impl Fleet {
     /// What was seen since this was last asked.
     pub fn take_seen(&self) -> Seen {
         std::mem::take(&mut lock(&self.shared.seen).0)
+    }
+
+    /// Replies over time, since the begin.
+    pub fn track(&self) -> Vec<Mark> {
+        lock(&self.shared.marks).clone()
     }
 
     fn is_over(&self) -> bool {
@@ -326,6 +362,7 @@ impl Sea {
     fn tell(&mut self, news: News) {
         let roll = Instant(self.shared.roll.load(Ordering::Relaxed));
         let behind = self.lines.iter().filter(|line| line.answered < roll).count();
+        self.mark(&news);
         let mut shared = lock(&self.shared.seen);
         let seen = &mut shared.0;
         for reply in &news.replies {
@@ -340,6 +377,27 @@ impl Sea {
         seen.slow.extend(news.slow.into_iter().take(room));
         news.resets.into_iter().for_each(|words| seen.reset(words));
         shared.1 = Roll { of: roll, behind };
+    }
+}
+
+impl Sea {
+    fn mark(&self, news: &News) {
+        let mut marks = lock(&self.shared.marks);
+        let mut count = marks.len();
+        for reply in &news.replies {
+            let wait = reply.done.since(reply.sent);
+            match marks.last_mut() {
+                Some(mark) if reply.done.since(mark.at) < MARK_EVERY => {
+                    mark.replies += 1;
+                    mark.wait = mark.wait.max(wait);
+                }
+                _ if count < MARKS_MAX => {
+                    count += 1;
+                    marks.push(Mark { at: reply.done, replies: 1, wait });
+                }
+                _ => {}
+            }
+        }
     }
 }
 

@@ -14,7 +14,9 @@
 mod cell;
 mod leftovers;
 mod process;
+pub mod strain;
 mod switch;
+pub mod wire;
 
 use std::ffi::OsStr;
 use std::fs;
@@ -31,6 +33,7 @@ use nix::mount::{MsFlags, mount};
 
 use self::cell::Cell;
 use self::switch::Switch;
+use self::wire::Wire;
 use crate::clock::Instant;
 
 pub use self::process::{Line, Output, Process};
@@ -105,6 +108,17 @@ pub struct Lab {
 impl Lab {
     /// Makes `count` hosts and a client. Removes what an earlier run that was killed left.
     pub fn new(count: usize) -> Result<Lab, LabError> {
+        Lab::with_wires(count, 0)
+    }
+
+    /// As [`Lab::new`]; the first `wires` hosts hang on a [`Wire`] each.
+    pub fn with_wires(count: usize, wires: usize) -> Result<Lab, LabError> {
+        Lab::furnished(count, wires, None)
+    }
+
+    /// As [`Lab::with_wires`], and with `disk_bytes` each host has a disk of its own of this size
+    /// at [`strain::DISK`]; it is a new one when the host starts anew.
+    pub fn furnished(count: usize, wires: usize, disk_bytes: Option<u64>) -> Result<Lab, LabError> {
         if !nix::unistd::geteuid().is_root() {
             return Err(LabError::NotRoot);
         }
@@ -113,7 +127,8 @@ impl Lab {
         let dir = leftovers::claim_dir()?;
         let switch = Arc::new(Switch::new()?);
         let make = |name: &str, number: u8| -> Result<Arc<Host>, LabError> {
-            Ok(Arc::new(Host::new(name, number, &dir, &switch)?))
+            let wire = (usize::from(number) <= wires).then(Wire::default);
+            Ok(Arc::new(Host::new(name, number, &dir, &switch, (wire, disk_bytes))?))
         };
         let hosts = (0..count)
             .map(|index| make(&format!("host{index}"), index as u8 + 1))
@@ -143,8 +158,8 @@ impl Lab {
         self.switch.cut(&from.port(), &to.port())
     }
 
-    /// Undoes every [`Lab::cut`].
-    pub fn heal(&self) -> Result<(), LabError> {
+    /// Undoes every [`Lab::cut`]; how many frames they have dropped.
+    pub fn heal(&self) -> Result<u64, LabError> {
         self.switch.heal()
     }
 
@@ -171,20 +186,30 @@ pub struct Host {
     namespaces: std::sync::Mutex<Arc<Namespaces>>,
     cell: Cell,
     switch: Arc<Switch>,
+    wire: Option<Wire>,
+    disk_bytes: Option<u64>,
     dir: PathBuf,
 }
 
 impl Host {
-    fn new(name: &str, number: u8, lab: &Path, switch: &Arc<Switch>) -> Result<Host, LabError> {
+    fn new(
+        name: &str,
+        number: u8,
+        lab: &Path,
+        switch: &Arc<Switch>,
+        (wire, disk_bytes): (Option<Wire>, Option<u64>),
+    ) -> Result<Host, LabError> {
         let dir = lab.join(name);
         let cell = Cell::new(&leftovers::owner(), lab, name)?;
-        let namespaces = furnish(&dir, name)?;
+        let namespaces = furnish(&dir, name, disk_bytes)?;
         let host = Host {
             name: name.to_owned(),
             number,
             namespaces: std::sync::Mutex::new(namespaces),
             cell,
             switch: Arc::clone(switch),
+            wire,
+            disk_bytes,
             dir,
         };
         host.plug_in()?;
@@ -194,6 +219,11 @@ impl Host {
     /// Its name: `host0`, `host1`, … or `client`.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// What carries its frames, if that can be disturbed.
+    pub fn wire(&self) -> Option<&Wire> {
+        self.wire.as_ref()
     }
 
     /// Its own IPv4 address, in 10.77.0.0/24.
@@ -317,9 +347,18 @@ impl Host {
         self.kill()?;
         let run = self.dir.join("run");
         fs::remove_dir_all(&run).doing(|| format!("empty {}", run.display()))?;
-        self.switch.unplug(&self.port())?;
-        *lock(&self.namespaces) = furnish(&self.dir, &self.name)?;
+        match &self.wire {
+            Some(wire) => wire.release(),
+            None => self.switch.unplug(&self.port())?,
+        }
+        *lock(&self.namespaces) = furnish(&self.dir, &self.name, self.disk_bytes)?;
         self.plug_in()
+    }
+
+    /// The cgroup that accounts for the memory of those who have entered it: all processes with
+    /// cgroup v2, with v1 those who are put there.
+    pub fn memory_group(&self) -> PathBuf {
+        self.cell.memory_group()
     }
 
     /// True while any process of the host runs.
@@ -341,7 +380,10 @@ impl Host {
     }
 
     fn plug_in(&self) -> Result<(), LabError> {
-        self.switch.plug(&self.port(), &self.namespaces())?;
+        match &self.wire {
+            Some(wire) => self.switch.plug_wire(&self.port(), &self.namespaces(), wire)?,
+            None => self.switch.plug(&self.port(), &self.namespaces())?,
+        }
         let (v4, v6) = (self.v4(), self.v6());
         self.ip(&format!(
             "link set lo up\naddress add {v4}/24 dev eth0\naddress add {v6}/64 dev eth0 nodad\n\
@@ -372,7 +414,7 @@ impl Host {
 }
 
 /// Makes the namespaces of a host, with its own directories mounted over [`PRIVATE_DIRS`].
-fn furnish(dir: &Path, name: &str) -> Result<Arc<Namespaces>, LabError> {
+fn furnish(dir: &Path, name: &str, disk_bytes: Option<u64>) -> Result<Arc<Namespaces>, LabError> {
     for path in PRIVATE_DIRS {
         let own = dir.join(path.trim_start_matches('/'));
         fs::create_dir_all(&own).doing(|| format!("make {}", own.display()))?;
@@ -382,6 +424,11 @@ fn furnish(dir: &Path, name: &str) -> Result<Arc<Namespaces>, LabError> {
         for path in PRIVATE_DIRS {
             let own = dir.join(path.trim_start_matches('/'));
             mount(Some(&own), path, None::<&str>, MsFlags::MS_BIND, None::<&str>)?;
+        }
+        if let Some(bytes) = disk_bytes {
+            let options = format!("size={bytes}");
+            let (none, flags) = (None::<&str>, MsFlags::empty());
+            mount(none, strain::DISK, Some("tmpfs"), flags, Some(&*options))?;
         }
         Ok(())
     };

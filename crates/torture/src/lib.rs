@@ -18,5 +18,6 @@ pub mod lab;
 pub mod picture;
 pub mod programs;
 pub mod protected;
+pub mod scenario;
 
 pub use lab::{Host, Lab};

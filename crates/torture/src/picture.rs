@@ -2,6 +2,7 @@
 //! on a logarithmic scale; below, the outage enlarged with its named parts.
 
 mod axis;
+pub mod timeline;
 
 use std::collections::BTreeMap;
 use std::fmt::Write;

@@ -1,7 +1,8 @@
-//! Two hosts that change places again and again: one has the guest, the other is its spare.
+//! Hosts that change places again and again: one has the guest, the others are its spares.
 
 use std::fs;
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,6 +12,7 @@ use nix::sys::signal::Signal;
 use super::Plan;
 use crate::clock::Instant;
 use crate::etcd::Etcd;
+use crate::lab::strain::DISK;
 use crate::lab::{LabError, Line, Process, SERVICE_CIDR, SERVICE_V4};
 use crate::programs::{Program, WORK_DIR};
 use crate::protected::{Engine, Event, HANG, STREAM_PORT, event, wait_for_service};
@@ -18,8 +20,13 @@ use crate::{Host, Lab};
 
 /// Agents that have ended whose words are kept.
 const RETIRED_MAX: usize = 6;
+/// A primary that has not noticed the death of its only spare by then never will.
+const UNNOTICED_AT_MOST: Duration = Duration::from_secs(3);
 /// The exit status of an agent whose guest runs elsewhere.
 const FENCED: i32 = 75;
+
+/// Names the file by which processes of a host enter the cgroup of its memory.
+const MEMORY_GROUP: &str = "/srv/hotspare-lab/memory-group";
 
 /// A host's agent.
 struct Seat {
@@ -30,46 +37,54 @@ struct Seat {
     is_killed: bool,
     /// The host is to be started anew before anything can run there.
     is_dead: bool,
+    /// When its end was seen.
+    ended: Option<Instant>,
+}
+
+impl Seat {
+    fn of(agent: Process) -> Seat {
+        Seat { agent, is_first: false, is_killed: false, is_dead: false, ended: None }
+    }
 }
 
 /// The hosts and what runs there.
-pub(super) struct Agents {
+pub(crate) struct Agents {
     engine: Engine,
     spare_words: Vec<String>,
-    seats: [Seat; 2],
+    seats: Vec<Seat>,
     retired: Vec<(String, Process)>,
     started: usize,
     guest: String,
     is_direct: bool,
     /// Where the program is reached.
-    pub(super) service: SocketAddr,
+    pub(crate) service: SocketAddr,
     etcd: Etcd,
-    /// The two hosts, and one for the arbiter.
-    pub(super) lab: Lab,
+    /// The hosts, and one for the arbiter.
+    pub(crate) lab: Lab,
 }
 
 impl Agents {
-    /// Starts the program on the first host, and a spare on the second.
-    pub(super) fn start(program: &Program, plan: &Plan) -> Result<Agents, LabError> {
-        let lab = Lab::new(3)?;
-        for host in &lab.hosts()[..2] {
+    /// Starts the program on the first host, and spares on the others.
+    pub(crate) fn start(program: &Program, plan: &Plan) -> Result<Agents, LabError> {
+        let Ground { lab, binary } = Ground::make(plan)?;
+        for host in &lab.hosts()[..plan.hosts] {
             let work = host.outside(WORK_DIR);
             let doing = |source| LabError::Io { doing: format!("make {}", work.display()), source };
             fs::create_dir_all(&work).map_err(doing)?;
             program.check.prepare(host)?;
         }
-        let etcd = Etcd::start(lab.host(2));
+        let etcd = Etcd::start(lab.host(plan.hosts));
         let place = etcd.place();
         let listen = lab.host(0).socket(STREAM_PORT).to_string();
         let mut both = vec!["--arbiter".to_owned(), place];
         if let Some(silence) = plan.silence {
             both.extend(["--silence".to_owned(), format!("{}ms", silence.as_millis())]);
         }
-        let words = ["--guarantee", "output-commit", "--guest", program.name, "--listen", &listen];
+        let words = ["--guarantee", plan.guarantee, "--guest", program.name, "--listen", &listen];
         let mut more: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
         more.extend(both.iter().chain(&plan.run_words).cloned());
         let engine = Engine {
-            binary: plan.binary.clone(),
+            binary,
             epoch: plan.epoch,
             service_cidr: Some(SERVICE_CIDR.to_owned()),
             replicated: program.writes.then(|| WORK_DIR.to_owned()).into_iter().collect(),
@@ -78,9 +93,10 @@ impl Agents {
         let service = (SERVICE_V4, program.port).into();
         let run = engine.run(lab.host(0), &[], &program.command)?;
         wait_for_service(lab.client(), service, HANG)?;
-        let spare = spare_of(&engine, lab.host(1), lab.host(0), &both)?;
-        let seat = |agent, is_first| Seat { agent, is_first, is_killed: false, is_dead: false };
-        let seats = [seat(run, true), seat(spare, false)];
+        let mut seats = vec![Seat { is_first: true, ..Seat::of(run) }];
+        for spare in &lab.hosts()[1..plan.hosts] {
+            seats.push(Seat::of(spare_of(&engine, spare, lab.host(0), &both)?));
+        }
         let (spare_words, retired) = (both, Vec::new());
         let guest = program.name.to_owned();
         let is_direct = plan.run_words.iter().any(|word| word == "direct");
@@ -89,7 +105,7 @@ impl Agents {
             spare_words,
             seats,
             retired,
-            started: 2,
+            started: plan.hosts,
             guest,
             is_direct,
             service,
@@ -98,14 +114,35 @@ impl Agents {
         })
     }
 
-    /// A host of the two.
-    pub(super) fn host(&self, index: usize) -> &Arc<Host> {
+    /// How many hosts there are, without the arbiter's.
+    pub(crate) fn count(&self) -> usize {
+        self.seats.len()
+    }
+
+    /// A host of them.
+    pub(crate) fn host(&self, index: usize) -> &Arc<Host> {
         self.lab.host(index)
     }
 
     /// The host of the arbiter.
-    pub(super) fn arbiter(&self) -> &Arc<Host> {
-        self.lab.host(2)
+    pub(crate) fn arbiter(&self) -> &Arc<Host> {
+        self.lab.host(self.count())
+    }
+
+    /// Whether somebody could take over from this primary.
+    pub(crate) fn spare(&self, primary: usize) -> Option<usize> {
+        let lives = |index: &usize| self.seats[*index].agent.try_wait().is_none();
+        (0..self.count()).filter(|index| *index != primary).find(lives)
+    }
+
+    /// The arbiter dies.
+    pub(crate) fn kill_arbiter(&mut self) {
+        self.etcd.kill();
+    }
+
+    /// It comes back with what it had.
+    pub(crate) fn start_arbiter(&mut self) {
+        self.etcd.start_again();
     }
 
     fn seat(&mut self, index: usize) -> &mut Seat {
@@ -130,23 +167,41 @@ impl Agents {
     }
 
     /// The host that has the guest: the one of the newest term, if an old one still lives.
-    pub(super) fn primary(&self) -> Option<usize> {
-        (0..2).filter(|index| self.reign(*index).is_some()).max_by_key(|index| self.reign(*index))
+    pub(crate) fn primary(&self) -> Option<usize> {
+        (0..self.count())
+            .filter(|index| self.reign(*index).is_some())
+            .max_by_key(|index| self.reign(*index))
+    }
+
+    /// When agents have taken over, as far as their words are kept.
+    pub(crate) fn takeovers(&self) -> Vec<Instant> {
+        let agents = self.seats.iter().map(|seat| &seat.agent);
+        let agents = agents.chain(self.retired.iter().map(|(_, agent)| agent));
+        let is_failover = |line: &Line| {
+            let found = line.text.contains("failover").then(|| event(line)).flatten();
+            matches!(found, Some(Event::Failover(_)))
+        };
+        let lines = agents.flat_map(|agent| agent.stdout().lines());
+        lines.filter(is_failover).map(|line| line.at).collect()
     }
 
     /// The newest term.
-    pub(super) fn term(&self) -> u64 {
-        (0..2).filter_map(|index| self.reign(index)).max().unwrap_or(0)
+    pub(crate) fn term(&self) -> u64 {
+        (0..self.count()).filter_map(|index| self.reign(index)).max().unwrap_or(0)
     }
 
     /// Whether a primary's last word of it was that a spare could take over.
     fn is_protected(&self, index: usize) -> bool {
+        self.said_protected(index) == Some(true) && self.is_on_its_path(index)
+    }
+
+    fn said_protected(&self, index: usize) -> Option<bool> {
         let said = |line: &Line| match &*line.text {
             text if text.contains(r#""event":"protected""#) => Some(true),
             text if text.contains(r#""event":"unprotected""#) => Some(false),
             _ => None,
         };
-        self.seats[index].agent.stdout().last(said) == Some(true) && self.is_on_its_path(index)
+        self.seats[index].agent.stdout().last(said)
     }
 
     /// Whether clients reach the guest of this primary as they are meant to. Until then connections
@@ -167,12 +222,12 @@ impl Agents {
     }
 
     /// The agent of a host.
-    pub(super) fn agent(&self, index: usize) -> &Process {
+    pub(crate) fn agent(&self, index: usize) -> &Process {
         &self.seats[index].agent
     }
 
     /// The host dies: first its cable.
-    pub(super) fn kill_host(&mut self, index: usize) -> Result<Instant, LabError> {
+    pub(crate) fn kill_host(&mut self, index: usize) -> Result<Instant, LabError> {
         let death = self.host(index).kill()?;
         let seat = self.seat(index);
         (seat.is_killed, seat.is_dead) = (true, true);
@@ -180,7 +235,7 @@ impl Agents {
     }
 
     /// All programs of the host die, its kernel lives.
-    pub(super) fn kill_processes(&mut self, index: usize) -> Result<Instant, LabError> {
+    pub(crate) fn kill_processes(&mut self, index: usize) -> Result<Instant, LabError> {
         let death = Instant::now();
         self.seat(index).is_killed = true;
         self.host(index).kill_processes()?;
@@ -188,23 +243,39 @@ impl Agents {
     }
 
     /// The agent dies alone.
-    pub(super) fn kill_agent(&mut self, index: usize) -> Result<Instant, LabError> {
+    pub(crate) fn kill_agent(&mut self, index: usize) -> Result<Instant, LabError> {
         let death = Instant::now();
         self.seat(index).is_killed = true;
         self.seats[index].agent.signal(Signal::SIGKILL)?;
         Ok(death)
     }
 
+    /// All processes of the guest are killed on the host that has it (it goes on as long as one
+    /// lives); their process ids.
+    pub(crate) fn kill_guest(&mut self, index: usize) -> Result<Vec<i32>, LabError> {
+        let found = processes_of_guest(self.seats[index].agent.pid());
+        if found.is_empty() {
+            let what = "the processes of the guest".to_owned();
+            return Err(LabError::Deadline { what, waited: Duration::ZERO });
+        }
+        self.seat(index).is_killed = true;
+        for pid in &found {
+            // It may have ended in this very moment.
+            let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(*pid), Signal::SIGKILL);
+        }
+        Ok(found)
+    }
+
     /// Starts a new spare where none runs any more, and waits until the guest is protected.
-    pub(super) fn protect(&mut self) -> Result<(), String> {
+    pub(crate) fn protect(&mut self) -> Result<(), String> {
         let deadline = Instant::now() + HANG;
         loop {
-            for index in 0..2 {
+            for index in 0..self.count() {
                 self.look_after(index)?;
             }
             if let Some(primary) = self.primary()
                 && self.is_protected(primary)
-                && self.seats[1 - primary].agent.try_wait().is_none()
+                && self.all_follow(primary)
             {
                 return Ok(());
             }
@@ -215,6 +286,16 @@ impl Agents {
         }
     }
 
+    /// Whether all others are spares of this primary. One is, when the primary says that it is
+    /// protected; more have to be counted.
+    fn all_follow(&self, primary: usize) -> bool {
+        let others = (0..self.count()).filter(|index| *index != primary);
+        let all_live = others.clone().all(|index| self.seats[index].agent.try_wait().is_none());
+        let wanted = others.count() as u64;
+        let ready = || Engine::status(self.host(primary), &self.engine.binary, "ready");
+        all_live && (wanted == 1 || ready() == Some(wanted))
+    }
+
     /// Replaces the agent of a host if it has ended; an end that nobody has asked for is an error.
     fn look_after(&mut self, index: usize) -> Result<(), String> {
         let seat = &self.seats[index];
@@ -223,13 +304,17 @@ impl Agents {
             let name = self.host(index).name();
             return Err(format!("the agent on {name} has ended by itself: {status}"));
         }
-        let other = 1 - index;
-        if self.reign(other).is_none() {
-            let is_over = self.seats[other].agent.try_wait().is_some();
-            let name = self.host(other).name();
-            return if is_over { Err(format!("{name} has no guest either")) } else { Ok(()) };
+        let first_seen = *self.seats[index].ended.get_or_insert_with(Instant::now);
+        let Some(primary) = self.primary() else {
+            let is_over = self.seats.iter().all(|seat| seat.agent.try_wait().is_some());
+            return if is_over { Err("no host has the guest".to_owned()) } else { Ok(()) };
+        };
+        // Until it knows, its last word of being protected is of the one that is dead.
+        let knows = self.count() > 2 || self.said_protected(primary) != Some(true);
+        if !knows && Instant::now() < first_seen + UNNOTICED_AT_MOST {
+            return Ok(());
         }
-        let started = self.replace(index, other);
+        let started = self.replace(index, primary);
         started.map_err(|error| format!("a new spare on {}: {error}", self.host(index).name()))
     }
 
@@ -239,8 +324,7 @@ impl Agents {
             host.boot()?;
         }
         let agent = spare_of(&self.engine, &host, &primary, &self.spare_words)?;
-        let new = Seat { agent, is_first: false, is_killed: false, is_dead: false };
-        let old = std::mem::replace(self.seat(index), new);
+        let old = std::mem::replace(self.seat(index), Seat::of(agent));
         self.retired.push((format!("{}-{:04}", host.name(), self.started), old.agent));
         self.started += 1;
         if self.retired.len() > RETIRED_MAX {
@@ -252,7 +336,7 @@ impl Agents {
     /// Whether the campaign has killed the one host that had the guest alone, as the arbiter's
     /// record shows: the host that was believed to be the spare had a newer term, or the primary
     /// had struck its spare out.
-    pub(super) fn was_hit_alone(&self, term: u64) -> bool {
+    pub(crate) fn was_hit_alone(&self, term: u64) -> bool {
         let killed = self.seats.iter().any(|seat| seat.is_killed);
         let fenced = self.seats.iter().any(|seat| {
             !seat.is_killed && seat.agent.try_wait().is_some_and(|end| end.code() == Some(FENCED))
@@ -264,10 +348,10 @@ impl Agents {
     }
 
     /// Writes what all agents have said into a new directory.
-    pub(super) fn keep_logs(&self, dir: &Path) -> std::io::Result<()> {
+    pub(crate) fn keep_logs(&self, dir: &Path) -> std::io::Result<()> {
         fs::create_dir_all(dir)?;
         let name = |index: usize| format!("{}-now", self.host(index).name());
-        let now = (0..2).map(|index| (name(index), &self.seats[index].agent));
+        let now = (0..self.count()).map(|index| (name(index), &self.seats[index].agent));
         let before = self.retired.iter().map(|(name, agent)| (name.clone(), agent));
         for (name, agent) in now.chain(before) {
             let put = |suffix: &str, lines: Vec<Line>| {
@@ -286,7 +370,7 @@ impl Agents {
     }
 
     fn keep_histories(&self, dir: &Path) -> std::io::Result<()> {
-        for host in &self.lab.hosts()[..2] {
+        for host in &self.lab.hosts()[..self.count()] {
             let state = host.outside("/var/lib/hotspare");
             let guests = fs::read_dir(&state).into_iter().flatten().flatten();
             let histories = guests.map(|guest| guest.path().join("history.jsonl"));
@@ -296,6 +380,70 @@ impl Agents {
         }
         Ok(())
     }
+}
+
+/// The processes below an agent that are in a pid namespace of the guest and not its init, which
+/// is ours; the oldest first.
+fn processes_of_guest(agent: i32) -> Vec<i32> {
+    let mut known = Vec::new();
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let status = fs::read_to_string(entry.path().join("status")).unwrap_or_default();
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
+        let pids = field("NSpid:").unwrap_or_default().split_ascii_whitespace();
+        let pids: Vec<i32> = pids.filter_map(|pid| pid.parse().ok()).collect();
+        let parent = field("PPid:").and_then(|parent| parent.trim().parse::<i32>().ok());
+        if let ([pid, ..], Some(parent)) = (&pids[..], parent) {
+            known.push((*pid, parent, pids.len() > 1 && pids.last() > Some(&1)));
+        }
+    }
+    let parent_of = |pid: &i32| known.iter().find(|(own, ..)| own == pid).map(|all| all.1);
+    let is_below =
+        |pid: i32| std::iter::successors(Some(pid), parent_of).take(64).any(|above| above == agent);
+    let own = known.iter().filter(|(pid, _, is_guest)| *is_guest && is_below(*pid));
+    let mut own: Vec<i32> = own.map(|(pid, ..)| *pid).collect();
+    own.sort_unstable();
+    own
+}
+
+/// The hosts of a plan, before anything runs there.
+struct Ground {
+    lab: Lab,
+    /// What starts the `hotspare` program.
+    binary: PathBuf,
+}
+
+impl Ground {
+    fn make(plan: &Plan) -> Result<Ground, LabError> {
+        let count = plan.hosts + 1;
+        let wires = if plan.wires { count } else { 0 };
+        let lab = Lab::furnished(count, wires, plan.disk_bytes)?;
+        for host in &lab.hosts()[..plan.hosts] {
+            let group = host.memory_group().join("cgroup.procs");
+            write(&host.outside(MEMORY_GROUP), &group.display().to_string())?;
+        }
+        let binary = if plan.is_strained { wrap(&lab, plan)? } else { plan.binary.clone() };
+        Ok(Ground { lab, binary })
+    }
+}
+
+/// A script that starts the program where its memory can be limited, with its passing files on the
+/// disk of the host.
+fn wrap(lab: &Lab, plan: &Plan) -> Result<PathBuf, LabError> {
+    let script = lab.dir().join("hotspare");
+    let text = format!(
+        "#!/bin/sh\necho $$ > \"$(cat {MEMORY_GROUP})\"\n\
+         exec env TMPDIR={DISK} {} \"$@\"\n",
+        plan.binary.display()
+    );
+    write(&script, &text)?;
+    let doing = |source| LabError::Io { doing: format!("change {}", script.display()), source };
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).map_err(doing)?;
+    Ok(script)
+}
+
+fn write(path: &Path, text: &str) -> Result<(), LabError> {
+    let doing = |source| LabError::Io { doing: format!("write {}", path.display()), source };
+    fs::write(path, text).map_err(doing)
 }
 
 fn spare_of(

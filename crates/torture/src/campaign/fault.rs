@@ -159,7 +159,7 @@ impl Undo {
         match self {
             Undo::Nothing => Ok(()),
             Undo::Continue(index) => agents.agent(index).signal(Signal::SIGCONT),
-            Undo::Heal => agents.lab.heal(),
+            Undo::Heal => agents.lab.heal().map(drop),
         }
     }
 }

@@ -141,6 +141,7 @@ impl Line {
             State::Closed(_) => {}
             State::Connecting(stream, since) => {
                 let late = *since + self.patience < now;
+                let slow = *since + SLOW < now;
                 let failed = stream.take_error().ok().flatten();
                 if let Some(error) = failed {
                     self.broken(&format!("connect: {error}"), now, news);
@@ -148,6 +149,8 @@ impl Line {
                     self.opened(now);
                 } else if late {
                     self.late("no connection", now, news);
+                } else if slow && !std::mem::replace(&mut self.told_slow, true) {
+                    news.slow.push(self.slow(now));
                 }
             }
             State::Open(_) => self.speak(ready, now, news),
@@ -203,6 +206,7 @@ impl Line {
 
     fn opened(&mut self, now: Instant) {
         self.opened = now;
+        self.told_slow = false;
         self.talk.begins_anew();
         self.outgoing.clear();
         self.written = 0;

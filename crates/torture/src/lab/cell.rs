@@ -22,6 +22,8 @@ const DEATH_AT_MOST: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub(super) struct Cell {
     dir: PathBuf,
+    /// Where memory is accounted for.
+    memory: PathBuf,
 }
 
 impl Cell {
@@ -30,7 +32,18 @@ impl Cell {
         let lab = lab.file_name().and_then(|name| name.to_str()).unwrap_or(owner);
         let dir = cgroup_root()?.join(format!("{lab}.{name}"));
         fs::create_dir(&dir).doing(|| format!("make cgroup {}", dir.display()))?;
-        Ok(Cell { dir })
+        let memory = match memory_root()? {
+            Some(root) => root.join(format!("{lab}.{name}")),
+            None => dir.clone(),
+        };
+        if memory != dir {
+            fs::create_dir(&memory).doing(|| format!("make cgroup {}", memory.display()))?;
+        }
+        Ok(Cell { dir, memory })
+    }
+
+    pub(super) fn memory_group(&self) -> PathBuf {
+        self.memory.clone()
     }
 
     /// The file that takes a process in, when `0` is written by it.
@@ -86,7 +99,23 @@ impl Drop for Cell {
         if let Err(error) = remove_group(&self.dir) {
             tracing::error!(%error, "a cgroup of the lab stays behind");
         }
+        if self.memory != self.dir {
+            // Nobody is in it any more; the next run sweeps what stays.
+            let _ = fs::remove_dir(&self.memory);
+        }
     }
+}
+
+/// Where memory is limited on machines with the cgroups of v1.
+pub(super) fn memory_root() -> Result<Option<PathBuf>, LabError> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo");
+    let mounts = mounts.doing(|| "read /proc/self/mountinfo".to_owned())?;
+    let found = mounts.lines().find_map(|line| {
+        let (before, after) = line.split_once(" - ")?;
+        let options = after.strip_prefix("cgroup ")?.rsplit(' ').next()?;
+        options.split(',').any(|option| option == "memory").then(|| before.split(' ').nth(4))?
+    });
+    Ok(found.map(PathBuf::from))
 }
 
 /// Where cgroup v2 is: `/sys/fs/cgroup` on most machines, elsewhere on hybrid ones. Mounts it if

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use nix::errno::Errno;
 
-use super::cell::{cgroup_root, remove_group};
+use super::cell::{cgroup_root, memory_root, remove_group};
 use super::{Doing, LabError};
 
 const PREFIX: &str = "hotspare-lab-";
@@ -45,6 +45,10 @@ pub(super) fn sweep() -> Result<(), LabError> {
             // Another run may sweep at this moment: what is gone is gone.
             Ok(()) | Err(_) => {}
         }
+    }
+    for group in memory_root()?.map_or(Ok(Vec::new()), |root| orphans(&root))? {
+        // Its processes have ended above; if not, the next run tries again.
+        let _ = fs::remove_dir(group);
     }
     for dir in orphans(Path::new(PARENT))? {
         release_dir(&dir);

@@ -6,7 +6,9 @@ use std::io::Write;
 use std::process::{Command, Stdio};
 
 use hotspare_kernel::Namespaces;
+use hotspare_kernel::tun::Tun;
 
+use super::wire::{Ends, Wire};
 use super::{Doing, LabError};
 
 #[derive(Debug)]
@@ -38,6 +40,22 @@ impl Switch {
         )
     }
 
+    /// Connects `host` by a wire that this program carries frames over.
+    pub(super) fn plug_wire(
+        &self,
+        port: &str,
+        host: &Namespaces,
+        wire: &Wire,
+    ) -> Result<(), LabError> {
+        let switch_end = tap(&self.namespaces, port)?;
+        let host_end = tap(host, "eth0")?;
+        let script = format!("link set {port} txqueuelen 10000 master br0\nlink set {port} up\n");
+        ip(&self.namespaces, &script)?;
+        ip(host, "link set eth0 txqueuelen 10000\n")?;
+        wire.carry(Ends { host: host_end, switch: switch_end });
+        Ok(())
+    }
+
     /// Removes the cable, both ends.
     pub(super) fn unplug(&self, port: &str) -> Result<(), LabError> {
         ip(&self.namespaces, &format!("link delete {port}\n"))
@@ -55,14 +73,19 @@ impl Switch {
         let script = format!(
             "add table bridge lab\n\
              add chain bridge lab forward {{ type filter hook forward priority 0; }}\n\
-             add rule bridge lab forward iifname {from} oifname {to} drop\n"
+             add rule bridge lab forward iifname {from} oifname {to} counter drop\n"
         );
-        tool(&self.namespaces, "nft", &["-f", "-"], &script)
+        tool(&self.namespaces, "nft", &["-f", "-"], &script).map(drop)
     }
 
-    pub(super) fn heal(&self) -> Result<(), LabError> {
-        let script = "add table bridge lab\ndelete table bridge lab\n";
-        tool(&self.namespaces, "nft", &["-f", "-"], script)
+    /// Takes all cuts back; how many frames they have dropped.
+    pub(super) fn heal(&self) -> Result<u64, LabError> {
+        let run = |script: &str| tool(&self.namespaces, "nft", &["-f", "-"], script);
+        run("add table bridge lab\n")?;
+        let said = run("list table bridge lab\n")?;
+        run("delete table bridge lab\n")?;
+        let count = |rule: &str| rule.split(' ').next()?.parse::<u64>().ok();
+        Ok(said.split("counter packets ").skip(1).filter_map(count).sum())
     }
 }
 
@@ -86,7 +109,17 @@ fn keep_from_firewall(namespaces: &Namespaces) -> Result<(), LabError> {
 
 /// Runs a script of ip(8) commands in `namespaces`.
 pub(super) fn ip(namespaces: &Namespaces, script: &str) -> Result<(), LabError> {
-    tool(namespaces, "ip", &["-batch", "-"], script)
+    tool(namespaces, "ip", &["-batch", "-"], script).map(drop)
+}
+
+/// Makes an interface in `namespaces` whose other end is this program.
+fn tap(namespaces: &Namespaces, name: &str) -> Result<Tun, LabError> {
+    let make = || -> std::io::Result<Tun> {
+        namespaces.enter()?;
+        Tun::create_tap(name).map_err(std::io::Error::other)
+    };
+    let made = std::thread::scope(|scope| scope.spawn(make).join().expect("no panic in tap"));
+    made.doing(|| format!("make the interface {name}"))
 }
 
 fn tool(
@@ -94,7 +127,7 @@ fn tool(
     tool: &'static str,
     args: &[&str],
     script: &str,
-) -> Result<(), LabError> {
+) -> Result<String, LabError> {
     let run = || -> std::io::Result<std::process::Output> {
         namespaces.enter()?;
         let mut child = Command::new(tool)
@@ -111,7 +144,7 @@ fn tool(
     let output = std::thread::scope(|scope| scope.spawn(run).join().expect("no panic in tool"));
     let output = output.doing(|| format!("run {tool} (is it installed? see `make setup`)"))?;
     if output.status.success() {
-        return Ok(());
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     Err(LabError::Tool { tool, said, script: script.to_owned() })
