@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::Lab;
 use crate::clients::{ClientError, Connection, LaneRecord, Load, Outcome, Pace, Protocol, Session};
@@ -60,7 +60,7 @@ pub struct PauseBench {
 }
 
 /// Mean, median, 99th percentile and maximum.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Spread {
     /// The mean.
     pub mean: f64,
@@ -85,6 +85,13 @@ impl Spread {
         let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
         Spread { mean, p50: at(0.5), p99: at(0.99), max: at(1.0), count: values.len() }
     }
+}
+
+/// The middle one, or the mean of the two in the middle; 0 if there are none.
+pub fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let at = |place: usize| values.get(place).copied().unwrap_or_default();
+    (at(values.len().saturating_sub(1) / 2) + at(values.len() / 2)) / 2.0
 }
 
 /// One load and what it met.
@@ -377,6 +384,13 @@ mod tests {
         let spread = Spread::of((1..=101).rev().map(f64::from).collect());
         assert_eq!(spread, Spread { mean: 51.0, p50: 51.0, p99: 100.0, max: 101.0, count: 101 });
         assert_eq!(Spread::of(vec![]), Spread::default());
+    }
+
+    #[test]
+    fn a_median_lies_in_the_middle() {
+        assert_eq!(median(vec![9.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(vec![9.0, 1.0, 2.0, 4.0]), 3.0);
+        assert_eq!((median(vec![7.0]), median(vec![])), (7.0, 0.0));
     }
 
     #[test]

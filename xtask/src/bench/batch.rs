@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use hotspare_torture::bench::{BatchBench, BatchProgram, BatchResult, Spread, batch};
+use hotspare_torture::bench::{BatchBench, BatchProgram, BatchResult, batch, median};
 use hotspare_torture::programs::build_examples;
 use serde_json::json;
 
@@ -124,10 +124,10 @@ fn cells(
     results: &[BatchResult],
     alone: &[BatchResult],
 ) -> [String; 9] {
-    let median = |of: fn(&BatchResult) -> f64| Spread::of(results.iter().map(of).collect()).p50;
+    let middle = |of: fn(&BatchResult) -> f64| median(results.iter().map(of).collect());
     let parts = |of: fn(&BatchResult, &BatchResult) -> f64| {
         let pairs = results.iter().zip(alone).map(|(with, without)| of(with, without) * 100.0);
-        Spread::of(pairs.collect()).p50
+        median(pairs.collect())
     };
     let overhead = parts(|with, without| with.seconds / without.seconds - 1.0);
     let primary = parts(|with, without| with.primary_s / without.primary_s - 1.0);
@@ -138,17 +138,17 @@ fn cells(
         program.name().to_owned(),
         threads.to_string(),
         guarantee.to_owned(),
-        format!("{:.2}", median(|one| one.seconds)),
+        format!("{:.2}", middle(|one| one.seconds)),
         only(format!("{overhead:.1} %")),
-        format!("{:.2}", median(|one| one.primary_s))
-            + &only(format!(" ({:.2})", median(|one| one.agent_s))),
-        only(format!("{:.2}", median(|one| one.spare_s))),
+        format!("{:.2}", middle(|one| one.primary_s))
+            + &only(format!(" ({:.2})", middle(|one| one.agent_s))),
+        only(format!("{:.2}", middle(|one| one.spare_s))),
         only(format!("{primary:.1} % / {spare:.1} %")),
         only(format!(
             "{:.2} / {:.2}, {:.0}",
-            median(|one| one.pause_ms.p50),
-            median(|one| one.pause_ms.p99),
-            median(|one| one.bytes.p50)
+            middle(|one| one.pause_ms.p50),
+            middle(|one| one.pause_ms.p99),
+            middle(|one| one.bytes.p50)
         )),
     ]
 }

@@ -1,13 +1,15 @@
 //! `cargo xtask bench overhead`.
 
-use std::path::PathBuf;
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use hotspare_torture::bench::{OverheadBench, OverheadResult, Spread, Way, overhead};
-use serde_json::json;
+use hotspare_torture::bench::{OverheadBench, OverheadResult, Spread, Way, median, overhead};
+use serde_json::{Value, json};
 
 use super::plot::{Axis, Curve, Panel, Plot};
 use super::report::{Common, Report, Table, wrapped};
@@ -44,6 +46,10 @@ pub struct OverheadArguments {
     /// How often everything is measured, in turns
     #[arg(long, default_value_t = 5)]
     rounds: usize,
+    /// Measures nothing: makes tables and plots of what an earlier run with the same arguments has
+    /// left
+    #[arg(long, value_name = "OVERHEAD.JSON")]
+    from: Option<PathBuf>,
 }
 
 impl OverheadArguments {
@@ -59,6 +65,7 @@ impl OverheadArguments {
             intervals_ms: vec![50, 100, 200, 500, 1000, 2000],
             seconds: 3.0,
             rounds: 5,
+            from: None,
         }
     }
 
@@ -102,17 +109,22 @@ struct Row {
     way: Way,
     interval_ms: u64,
     rounds: Vec<OverheadResult>,
-    /// Part of the replies of an unprotected Redis of the same round, for each round.
-    kept: Vec<f64>,
+    /// Replies a second of the unprotected Redis of these rounds.
+    alone: Vec<f64>,
 }
 
 impl Row {
     fn median(&self, of: fn(&OverheadResult) -> f64) -> f64 {
-        Spread::of(self.rounds.iter().map(of).collect()).p50
+        median(self.rounds.iter().map(of).collect())
     }
 
+    /// Part of what the unprotected Redis answered.
     fn kept(&self) -> f64 {
-        Spread::of(self.kept.clone()).p50
+        self.replies() / median(self.alone.clone())
+    }
+
+    fn replies(&self) -> f64 {
+        self.median(|round| round.replies_per_s)
     }
 }
 
@@ -125,7 +137,13 @@ pub fn overheads(arguments: &OverheadArguments) -> Result<()> {
     let mut report = Report::new("overhead", &arguments.common)?;
     let mut text = wrapped(&about(arguments));
     let ways = if arguments.common.quick { &SHORT[..] } else { &Way::ALL[..] };
-    let mut rows = side_by_side(arguments, &tools, ways, arguments.interval_ms)?;
+    let (mut rows, intervals) = match &arguments.from {
+        Some(path) => earlier(path, &mut text)?,
+        None => (
+            side_by_side(arguments, &tools, ways, arguments.interval_ms)?,
+            over_intervals(arguments, &tools)?,
+        ),
+    };
     for (number, &writes) in arguments.writes.iter().enumerate() {
         println!("\n{:.0} % writes", writes * 100.0);
         let mut table = Table::new(&COLUMNS);
@@ -139,7 +157,6 @@ pub fn overheads(arguments: &OverheadArguments) -> Result<()> {
             text.push_str(&skipped(&tools));
         }
     }
-    let intervals = over_intervals(arguments, &tools)?;
     if !intervals.is_empty() {
         text.push_str(&interval_text(arguments, &intervals));
         report.plot(plot(&intervals));
@@ -147,10 +164,50 @@ pub fn overheads(arguments: &OverheadArguments) -> Result<()> {
     text.push_str(PUBLISHED);
     rows.extend(intervals);
     for row in &rows {
-        let of = json!({ "way": row.way.name(), "interval_ms": row.interval_ms, "kept": row.kept });
+        let of =
+            json!({ "way": row.way.name(), "interval_ms": row.interval_ms, "alone": row.alone });
         report.add(of, &row.rounds)?;
     }
     report.finish("overhead", &text)
+}
+
+/// The rows of both tables from a file that a run has left, and where they come from.
+fn earlier(path: &Path, text: &mut String) -> Result<(Vec<Row>, Vec<Row>)> {
+    let file = fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
+    let file: Value = serde_json::from_str(&file).context("read JSON")?;
+    let about = &file["about"];
+    let word = |name: &str| about[name].as_str().unwrap_or_default().to_owned();
+    text.push_str(&wrapped(&format!(
+        "The figures are those of {}, commit {}, load average {} before it began, `{}`.",
+        word("date"),
+        word("commit"),
+        about["load"],
+        word("command")
+    )));
+    let mut rows = Vec::new();
+    for result in file["results"].as_array().context("it has no results")? {
+        let (of, name) = (&result["of"], result["of"]["way"].as_str().unwrap_or_default());
+        let way = Way::ALL.into_iter().find(|way| way.name() == name).context("unknown way")?;
+        let interval_ms = of["interval_ms"].as_u64().context("no interval")?;
+        let rounds: Vec<OverheadResult> = serde_json::from_value(result["measured"].clone())
+            .with_context(|| format!("read the rounds of {name}"))?;
+        ensure!(!rounds.is_empty(), "no rounds of {name}");
+        rows.push(Row { way, interval_ms, rounds, alone: vec![] });
+    }
+    let (mut first, mut second): (Vec<Row>, Vec<Row>) =
+        rows.into_iter().partition(|row| row.rounds[0].steady_ms.count > 0);
+    for table in [&mut first, &mut second] {
+        let place = |row: &Row| (row.interval_ms, row.rounds[0].writes.to_bits());
+        let alone: HashMap<_, Vec<f64>> = table
+            .iter()
+            .filter(|row| row.way == Way::Unprotected)
+            .map(|row| (place(row), row.rounds.iter().map(|one| one.replies_per_s).collect()))
+            .collect();
+        for row in table.iter_mut() {
+            row.alone = alone.get(&place(row)).cloned().context("no unprotected Redis")?;
+        }
+    }
+    Ok((first, second))
 }
 
 fn about(arguments: &OverheadArguments) -> String {
@@ -159,7 +216,7 @@ fn about(arguments: &OverheadArguments) -> String {
          each, {} s for each load; medians over the rounds. A checkpoint or image every {} ms, or \
          when the one before is whole. Steady: {} requests a second, latency from when a request \
          was due. Saturated: each connection as fast as replies come. Kept: part of the replies of \
-         an unprotected Redis of the same round. CPU: all programs of a host, in percent of one \
+         the unprotected Redis of the same rounds. CPU: all programs of a host, in percent of one \
          processor; of the primary's, in brackets what the agent of Hotspare used. CPU a reply: of \
          both hosts. Lost with the host: which acknowledged writes, when host and disk are gone. \
          Every reply is checked.",
@@ -200,7 +257,7 @@ fn side_by_side(
     let ways = ways.iter().copied().filter(|way| *way != Way::Criu || tools.criu.is_ok());
     let shares = arguments.writes.len();
     let make =
-        |way| (0..shares).map(move |_| Row { way, interval_ms, rounds: vec![], kept: vec![] });
+        |way| (0..shares).map(move |_| Row { way, interval_ms, rounds: vec![], alone: vec![] });
     let mut rows: Vec<Row> = ways.flat_map(make).collect();
     for round in 0..arguments.rounds {
         let mut alone = vec![0.0; shares];
@@ -218,7 +275,7 @@ fn side_by_side(
                     way.name(),
                     result.replies_per_s
                 );
-                row.kept.push(result.replies_per_s / *alone);
+                row.alone.push(*alone);
                 row.rounds.push(result);
             }
         }
@@ -242,7 +299,7 @@ fn cells(row: &Row) -> [String; 9] {
     let both = |of: fn(&OverheadResult) -> Spread| {
         let p99s = row.rounds.iter().map(|round| of(round).p99).collect();
         let p50s = row.rounds.iter().map(|round| of(round).p50).collect();
-        format!("{:.2} / {:.2}", Spread::of(p50s).p50, Spread::of(p99s).p50)
+        format!("{:.2} / {:.2}", median(p50s), median(p99s))
     };
     let percent = |of: fn(&OverheadResult) -> f64| format!("{:.0}", row.median(of) * 100.0);
     let agent = match row.median(|round| round.agent) {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hotspare_torture::bench::{
-    Spread, Way, Weight, YcsbBench, YcsbResult, build_ycsb, weigh, ycsb,
+    Way, Weight, YcsbBench, YcsbResult, build_ycsb, median, weigh, ycsb,
 };
 use serde_json::json;
 
@@ -87,7 +87,7 @@ struct Row {
 
 impl Row {
     fn median(&self, workload: usize, of: fn(&YcsbResult) -> f64) -> f64 {
-        Spread::of(self.rounds.iter().map(|round| of(&round[workload])).collect()).p50
+        median(self.rounds.iter().map(|round| of(&round[workload])).collect())
     }
 }
 

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::peers::{Image, Imager, Imaging, replica};
 use super::{PORT, Spread, UNLIMITED, epoch_after, epochs, used_s};
@@ -126,7 +126,7 @@ pub struct OverheadBench {
 }
 
 /// What one share of writes has met.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub struct OverheadResult {
     /// Part of requests that were writes.
     pub writes: f64,
