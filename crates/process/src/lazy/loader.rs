@@ -177,10 +177,15 @@ struct Pace {
     fastest: Duration,
 }
 
+/// Whoever waits for a page may wait so much longer because of what comes behind; less cannot be
+/// told from a busy processor.
+const QUEUE_MAX: Duration = Duration::from_millis(100);
+
 impl Pace {
     fn took(&mut self, time: Duration) {
         self.fastest = self.fastest.min(time);
-        self.limit = if time > self.fastest * 2 { self.limit - 1 } else { self.limit + 1 };
+        let is_slow = time > self.fastest + self.fastest.max(QUEUE_MAX);
+        self.limit = if is_slow { self.limit - 1 } else { self.limit + 1 };
         self.limit = self.limit.clamp(2, REQUESTS_MAX);
     }
 }
@@ -458,6 +463,8 @@ impl Work<'_> {
             self.loaded.late += u64::from(is_new);
             return;
         }
+        let after = self.began.elapsed();
+        tracing::debug!(at = format_args!("{source:#x}"), ?after, "not foreseen");
         self.loaded.missed.push(Span { owner, start: source, pages: 1 });
         let bytes = self.around.next(source);
         let wanted = Span { owner, start: source, pages: bytes / PAGE_BYTES };
