@@ -31,6 +31,9 @@ const STOP_LIMIT: Duration = Duration::from_millis(20);
 /// Longest wait for one that could stop if it had a processor. On a crowded host that may be long,
 /// and no sooner at the next attempt.
 const CROWDED_LIMIT: Duration = Duration::from_millis(200);
+/// From so many threads on news of each is asked for by its number: news of anybody the kernel looks
+/// for in the list of all, again and again from its beginning.
+const MANY_THREADS: usize = 16;
 /// So often in a row a stop is put off because of a vfork(2) under way, which is mostly short.
 const VFORK_REFUSALS: u32 = 3;
 
@@ -51,11 +54,15 @@ impl Guest {
     fn try_stop_all(&mut self) -> ObjectResult<()> {
         self.put_off_for_vfork()?;
         let to_stop = self.threads.keys().filter(|tid| !self.keeps_parent(**tid));
-        for tid in to_stop {
+        let to_stop: Vec<HostPid> = to_stop.copied().collect();
+        for tid in &to_stop {
             gone_is_fine(ptrace::interrupt(*tid))?;
         }
         let begin = Instant::now();
         let mut deadline = begin + STOP_LIMIT;
+        if to_stop.len() >= MANY_THREADS {
+            self.hold_each(to_stop, deadline)?;
+        }
         while self.threads.values().any(|thread| thread.held.is_none()) {
             match ptrace::wait(Whose::Any, false)? {
                 Waited::Nothing if Instant::now() > deadline => {
@@ -71,6 +78,29 @@ impl Guest {
             }
         }
         self.vfork_refusals = 0;
+        Ok(())
+    }
+
+    /// Holds these threads as they stop. Some may be left: those that became others (execve), and
+    /// those that are late.
+    fn hold_each(&mut self, mut left: Vec<HostPid>, deadline: Instant) -> ObjectResult<()> {
+        while !left.is_empty() && Instant::now() < deadline {
+            let before = left.len();
+            for tid in std::mem::take(&mut left) {
+                match ptrace::wait(Whose::One(tid), false)? {
+                    Waited::Nothing => {}
+                    Waited::NoChildren => continue,
+                    Waited::Ended(tid, status) => self.note_end(tid, status),
+                    Waited::Stopped(tid, stop) => self.hold(tid, stop)?,
+                }
+                if self.threads.get(&tid).is_some_and(|thread| thread.held.is_none()) {
+                    left.push(tid);
+                }
+            }
+            if left.len() == before {
+                self.news.wait(&[], Duration::from_millis(1))?;
+            }
+        }
         Ok(())
     }
 
