@@ -133,15 +133,24 @@ impl Spare {
         }
     }
 
-    /// This spare will not take over from the primary whose packets pass here.
-    pub fn leave_path(&mut self) {
-        let Some(held) = self.ghost.as_mut() else { return };
+    /// This spare will not take over from the primary whose packets pass here, if they do; whether
+    /// they did. Another stream may ask for the path anew.
+    pub fn leave_path(&mut self) -> bool {
+        let Some(held) = self.ghost.as_mut() else { return false };
+        let Some(network) = held.network.as_mut().filter(|network| network.is_announced()) else {
+            return false;
+        };
+        // What it has logged is of no use to another primary.
         held.relay = None;
-        let Some(network) = held.network.as_mut() else { return };
-        if let Err(error) = network.withdraw() {
-            let note = format!("the service address could not be let go: {error}");
-            self.agent.reporter.note(&note);
+        let left = network.withdraw().and_then(|()| network.relay().transpose());
+        match left {
+            Ok(relay) => held.relay = relay.map(|relay| Standing(Arc::new(relay))),
+            Err(error) => {
+                let note = format!("the service address could not be let go: {error}");
+                self.agent.reporter.note(&note);
+            }
         }
+        true
     }
 }
 

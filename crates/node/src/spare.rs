@@ -495,7 +495,10 @@ impl Spare {
 
     fn act(&mut self, action: Action) -> Option<Term> {
         if matches!(action, Action::CannotTakeOver(_) | Action::Join { .. }) {
-            self.leave_path();
+            let was_in_path = self.leave_path();
+            let joined = self.following.as_ref().filter(|_| was_in_path);
+            // If the primary lives after all, it takes the address back and this spare joins anew.
+            joined.inspect(|joined| joined.hangup.hang_up());
         }
         let note = |text: String| self.agent.reporter.note(&text);
         match action {

@@ -179,6 +179,18 @@ impl Engine {
         primary.stdout().lines().iter().any(is_end)
     }
 
+    /// Whether `primary` has said that a spare could take over.
+    pub fn is_protected(primary: &Process) -> bool {
+        let is_start = |line: &Line| matches!(event(line), Some(Event::Protected { .. }));
+        primary.stdout().lines().iter().any(is_start)
+    }
+
+    /// Whether `spare` has said that it has taken over.
+    pub fn has_taken_over(spare: &Process) -> bool {
+        let is_failover = |line: &Line| matches!(event(line), Some(Event::Failover(_)));
+        spare.stdout().lines().iter().any(is_failover)
+    }
+
     /// Waits until `spare` has taken over.
     pub fn taken_over(spare: &Process) -> Result<(Failover, Instant), LabError> {
         let failover = |line: &Line| match event(line)? {

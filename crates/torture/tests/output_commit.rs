@@ -296,6 +296,43 @@ fn no_client_notices_the_death_of_the_spare() {
 }
 
 /// Output waits for both spares: whichever takes over, and the other that follows it, has it all.
+/// So much that the first copy takes its time.
+fn fill() {
+    let script = "for i = 1, 3000 do redis.call('SET', 'big' .. i, string.rep('x', 100000)) end";
+    let mut connection = Connection::open((SERVICE_V4, PORT).into(), HANG, HANG).unwrap();
+    let length = script.len();
+    let words = format!("*3\r\n$4\r\nEVAL\r\n${length}\r\n{script}\r\n$1\r\n0\r\n");
+    connection.send(words.as_bytes()).unwrap();
+    assert_eq!(connection.line().unwrap(), b"$-1");
+}
+
+/// Until its ghost is complete the spare takes the primary for dead again and again, and cannot
+/// replace it. If it is complete at the right moment, it can, and does.
+#[test]
+fn packets_pass_through_a_spare_that_doubted_the_primary() {
+    for _ in 0..2 {
+        let scene = scene(2, false);
+        let server = (SERVICE_V4, PORT).into();
+        let primary = scene.run_at(server, &[1]);
+        scene.lab.client().inside(fill);
+        let spare = scene.engine.spare_with(scene.host(1), &["--silence", "100ms"]).unwrap();
+        while !Engine::is_protected(&primary) && !Engine::has_taken_over(&spare) {
+            primary.signal(Signal::SIGSTOP).unwrap();
+            std::thread::sleep(Duration::from_millis(130));
+            primary.signal(Signal::SIGCONT).unwrap();
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let mut serving = &spare;
+        if !Engine::has_taken_over(&spare) {
+            await_path(&primary);
+            serving = &primary;
+        }
+        let load = Held::start(&scene, server, 6, 64);
+        load.goes_on("after the doubts", serving);
+        load.noticed_nothing();
+    }
+}
+
 #[test]
 fn no_client_notices_two_deaths() {
     let scene = scene(3, false);
