@@ -31,8 +31,8 @@ const STOP_LIMIT: Duration = Duration::from_millis(20);
 /// Longest wait for one that could stop if it had a processor. On a crowded host that may be long,
 /// and no sooner at the next attempt.
 const CROWDED_LIMIT: Duration = Duration::from_millis(200);
-/// From so many threads on news of each is asked for by its number: news of anybody the kernel looks
-/// for in the list of all, again and again from its beginning.
+/// From so many threads on news of each is asked for by its number: for news of anybody the kernel
+/// goes through the list of all, again and again from its beginning.
 const MANY_THREADS: usize = 16;
 /// So often in a row a stop is put off because of a vfork(2) under way, which is mostly short.
 const VFORK_REFUSALS: u32 = 3;
