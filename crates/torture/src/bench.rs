@@ -337,13 +337,6 @@ impl Mix {
 }
 
 impl Session for Mix {
-    fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
-        let mut request = Vec::new();
-        self.ask(&mut request);
-        connection.send(&request)?;
-        self.take(connection)
-    }
-
     fn ask(&mut self, request: &mut Vec<u8>) {
         let key = format!("key:{}", self.dice.below(self.keys));
         self.wrote = self.dice.chance(self.writes);

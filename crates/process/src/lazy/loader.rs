@@ -179,7 +179,7 @@ struct Pace {
 
 /// Whoever waits for a page may wait so much longer because of what comes behind; less cannot be
 /// told from a busy processor.
-const QUEUE_MAX: Duration = Duration::from_millis(100);
+const QUEUE_MAX: Duration = Duration::from_millis(10);
 
 impl Pace {
     fn took(&mut self, time: Duration) {

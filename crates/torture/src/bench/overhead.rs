@@ -356,13 +356,6 @@ struct Records {
 }
 
 impl Session for Records {
-    fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
-        let mut request = Vec::new();
-        self.ask(&mut request);
-        connection.send(&request)?;
-        self.take(connection)
-    }
-
     fn ask(&mut self, request: &mut Vec<u8>) {
         let number = self.dice.below(self.keys);
         self.asked = (number, self.dice.chance(self.writes));

@@ -29,11 +29,6 @@ impl HttpLane {
 }
 
 impl Session for HttpLane {
-    fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
-        connection.send(get_of(&self.path).as_bytes())?;
-        self.take(connection)
-    }
-
     fn ask(&mut self, request: &mut Vec<u8>) {
         request.extend_from_slice(get_of(&self.path).as_bytes());
     }

@@ -16,8 +16,13 @@ const WRONGS_KEPT_MAX: usize = 20;
 /// What a lane says to its server.
 pub trait Session: Send {
     /// Called on every new connection, before requests: looks at what the server knows.
-    /// `sent` is set before the first byte is sent for which the reply is a proof of life.
-    fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError>;
+    /// Unless there is more to look at, one request that is not counted.
+    fn open(&mut self, connection: &mut Connection) -> Result<(), ClientError> {
+        let mut request = Vec::new();
+        self.ask(&mut request);
+        connection.send(&request)?;
+        self.take(connection)
+    }
 
     /// Appends the next request.
     fn ask(&mut self, request: &mut Vec<u8>);
