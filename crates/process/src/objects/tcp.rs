@@ -172,15 +172,15 @@ impl TcpCache {
             return None;
         }
         marked.seen = self.epoch;
-        if let TcpState::Connected(image) = &mut marked.image.state {
-            let known = &mut self.known.get_mut(&inode)?.known;
-            known.seen = self.epoch;
-            // Its clock goes on.
-            if image.timestamp.is_some() {
-                image.timestamp = Some(known.timestamp_now().ok()?);
-            }
+        let connection = self.known.get_mut(&inode);
+        if connected && connection.is_none() {
+            return None;
         }
-        Some(marked.image.clone())
+        let connection = connection.map(|connection| {
+            connection.known.seen = self.epoch;
+            &*connection
+        });
+        Some(image_now(&marked.image, connection))
     }
 
     /// Forgets a socket that rests, and gives what is known of it.
