@@ -10,6 +10,7 @@ use hotspare_torture::chain::{
 };
 use hotspare_torture::clients::Connection;
 use hotspare_torture::clock::Instant;
+use hotspare_torture::etcd::Etcd;
 use hotspare_torture::lab::{Line, Process, SERVICE_V4, SERVICE_V6};
 use hotspare_torture::protected::{Engine, HANG, wait_for_service};
 use nix::sys::signal::Signal;
@@ -307,30 +308,31 @@ fn fill() {
 }
 
 /// Until its ghost is complete the spare takes the primary for dead again and again, and cannot
-/// replace it. If it is complete at the right moment, it can, and does.
+/// replace it; the arbiter keeps it from doing so in the moment after.
 #[test]
 fn packets_pass_through_a_spare_that_doubted_the_primary() {
-    for _ in 0..2 {
-        let scene = scene(2, false);
-        let server = (SERVICE_V4, PORT).into();
-        let primary = scene.run_at(server, &[1]);
-        scene.lab.client().inside(fill);
-        let spare = scene.engine.spare_with(scene.host(1), &["--silence", "100ms"]).unwrap();
-        while !Engine::is_protected(&primary) && !Engine::has_taken_over(&spare) {
-            primary.signal(Signal::SIGSTOP).unwrap();
-            std::thread::sleep(Duration::from_millis(130));
-            primary.signal(Signal::SIGCONT).unwrap();
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        let mut serving = &spare;
-        if !Engine::has_taken_over(&spare) {
-            await_path(&primary);
-            serving = &primary;
-        }
-        let load = Held::start(&scene, server, 6, 64);
-        load.goes_on("after the doubts", serving);
-        load.noticed_nothing();
+    let mut scene = scene(3, false);
+    let etcd = Etcd::start(scene.host(2));
+    let place = etcd.place();
+    scene.engine.more.extend(["--arbiter".to_owned(), place.clone()]);
+    let server = (SERVICE_V4, PORT).into();
+    let primary = scene.run_at(server, &[1]);
+    scene.lab.client().inside(fill);
+    let words = ["--silence", "100ms", "--arbiter", &place];
+    let spare = scene.engine.spare_with(scene.host(1), &words).unwrap();
+    while !Engine::is_protected(&primary) {
+        let said = || format!("primary: {}\nspare: {}", primary.said(), spare.said());
+        assert!(!Engine::has_taken_over(&spare), "the lease was not over: {}", said());
+        primary.signal(Signal::SIGSTOP).unwrap();
+        std::thread::sleep(Duration::from_millis(130));
+        primary.signal(Signal::SIGCONT).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
     }
+    assert!(spare.said().contains("must not replace it"), "never doubted: {}", spare.said());
+    await_path(&primary);
+    let load = Held::start(&scene, server, 6, 64);
+    load.goes_on("after the doubts", &primary);
+    load.noticed_nothing();
 }
 
 #[test]
