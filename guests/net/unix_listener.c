@@ -22,31 +22,106 @@ static int dial(int i) {
     close(fd);
     return -1;
 }
+
+// The makers' ends, -1 for those that are closed.
+static int made[2][PENDING];
+
 // The connection was reset: reading says so, once.
 static bool is_reset(int fd) {
     char byte;
     struct pollfd one = {.fd = fd, .events = POLLIN};
-    if (SYS(poll(&one, 1, 0)) == 0) return false;
+    if (fd < 0 || SYS(poll(&one, 1, 0)) == 0) return false;
     CHECK(one.revents & POLLHUP, "events %#x", one.revents);
     FAILS(read(fd, &byte, 1), ECONNRESET);
     EQ(read(fd, &byte, 1), 0);
     return true;
 }
-static void redial(int i, int fds[PENDING], bool one_gone) {
+// Those that wait in this listener were reset, all of them together.
+static bool were_reset(int i) {
+    bool reset[PENDING], any = false;
+    for (int n = 0; n < PENDING; n++) any |= reset[n] = is_reset(made[i][n]);
+    for (int n = 0; any && n < PENDING; n++)
+        CHECK(made[i][n] < 0 || reset[n] || is_reset(made[i][n]), "connection %d", n);
+    return any;
+}
+static bool any_reset(int i) {
+    bool any = false;
+    for (int n = 0; n < PENDING; n++) any |= is_reset(made[i][n]);
+    return any;
+}
+// What is not as it should be must come from a reset, which may happen at any instant.
+#define OR_RESET(i, claim)                                                                         \
+    do {                                                                                           \
+        if (!(claim)) {                                                                            \
+            CHECK(any_reset(i), "%s, and nothing was reset", #claim);                              \
+            return false;                                                                          \
+        }                                                                                          \
+    } while (0)
+static long word(int i, int n) { return g.step * 100 + i * 10 + n; }
+
+static bool dial_all(int i) {
     for (int n = 0; n < PENDING; n++) {
-        if (!(one_gone && n == 1)) {
-            if (n) CHECK(is_reset(fds[n]), "connection %d", n);
-            close(fds[n]);
-        }
-        fds[n] = dial(i);
-        CHECK(fds[n] >= 0);
-        put_long(fds[n], g.step * 100 + i * 10 + n);
+        long value = word(i, n);
+        made[i][n] = dial(i);
+        CHECK(made[i][n] >= 0);
+        OR_RESET(i, send(made[i][n], &value, sizeof value, MSG_NOSIGNAL) == sizeof value);
     }
-    if (one_gone) close(fds[1]);
+    int more = dial(i);
+    if (more >= 0) close(more);
+    OR_RESET(i, more == -1);
+    return true;
+}
+static bool accept_all(int i, const int listener) {
+    for (int n = 0; n < PENDING; n++) {
+        struct sockaddr_un name;
+        socklen_t length = sizeof name;
+        int fd = accept(listener, NULL, NULL);
+        if (fd < 0) EQ(errno, EAGAIN);
+        OR_RESET(i, fd >= 0);
+        EQ(get_long(fd), word(i, n));
+        SYS(getsockname(fd, (struct sockaddr *)&name, &length));
+        EQ(length, lengths[i]);
+        CHECK(!memcmp(&name, &addresses[i], length));
+        if (made[i][n] < 0) {
+            EQ(read(fd, &name, 1), 0);
+        } else {
+            put_long(fd, n);
+            EQ(get_long(made[i][n]), n);
+            close(made[i][n]);
+            made[i][n] = -1;
+        }
+        close(fd);
+    }
+    FAILS(accept(listener, NULL, NULL), EAGAIN);
+    return true;
+}
+// The listeners are filled, waited for and emptied; false: one was reset meanwhile.
+static bool attempt(const int listeners[2]) {
+    if (!dial_all(0) || !dial_all(1)) return false;
+    // One has hung up before it was accepted.
+    close(made[0][1]);
+    made[0][1] = -1;
+    nap();
+    for (int i = 0; i < 2; i++) {
+        if (were_reset(i)) return false;
+        int more = dial(i);
+        if (more >= 0) close(more);
+        OR_RESET(i, more == -1);
+    }
+    return accept_all(0, listeners[0]) && accept_all(1, listeners[1]);
+}
+static void clear(int i, const int listener) {
+    for (int n = 0; n < PENDING; n++) {
+        if (made[i][n] >= 0) close(made[i][n]);
+        made[i][n] = -1;
+    }
+    for (int fd; (fd = accept(listener, NULL, NULL)) >= 0;) close(fd);
+    EQ(errno, EAGAIN);
 }
 
 int main(int argc, char **argv) {
     guest_begin(argc, argv);
+    memset(made, -1, sizeof made);
     addresses[0] = (struct sockaddr_un){AF_UNIX, "\0listener"};
     lengths[0] = sizeof(sa_family_t) + 9;
     addresses[1].sun_family = AF_UNIX;
@@ -56,41 +131,8 @@ int main(int argc, char **argv) {
     lengths[1] = sizeof(sa_family_t) + 9;
     int listeners[2] = {make(0), make(1)};
     STEPS {
-        int dialled[2][PENDING];
-        for (int i = 0; i < 2; i++) {
-            for (int n = 0; n < PENDING; n++) {
-                dialled[i][n] = dial(i);
-                CHECK(dialled[i][n] >= 0);
-                put_long(dialled[i][n], g.step * 100 + i * 10 + n);
-            }
-            EQ(dial(i), -1);
-        }
-        // One has hung up before it was accepted.
-        close(dialled[0][1]);
-        nap();
-        for (int i = 0; i < 2; i++)
-            if (is_reset(dialled[i][0])) redial(i, dialled[i], i == 0);
-        EQ(dial(0), -1);
-        for (int i = 0; i < 2; i++) {
-            for (int n = 0; n < PENDING; n++) {
-                struct sockaddr_un name;
-                socklen_t length = sizeof name;
-                int fd = (int)SYS(accept(listeners[i], NULL, NULL));
-                EQ(get_long(fd), g.step * 100 + i * 10 + n);
-                SYS(getsockname(fd, (struct sockaddr *)&name, &length));
-                EQ(length, lengths[i]);
-                CHECK(!memcmp(&name, &addresses[i], length));
-                if (i == 0 && n == 1) {
-                    EQ(read(fd, &name, 1), 0);
-                } else {
-                    put_long(fd, n);
-                    EQ(get_long(dialled[i][n]), n);
-                    close(dialled[i][n]);
-                }
-                close(fd);
-            }
-            FAILS(accept(listeners[i], NULL, NULL), EAGAIN);
-        }
+        while (!attempt(listeners))
+            for (int i = 0; i < 2; i++) clear(i, listeners[i]);
     }
     return guest_pass();
 }
