@@ -42,7 +42,7 @@ pub struct GuestArguments {
 impl Default for GuestArguments {
     fn default() -> GuestArguments {
         let (guests, modes) = (vec![], vec![]);
-        GuestArguments { guests, modes, times: 1, jobs: 10, seed: 1, steps: 60, step_ms: 50 }
+        GuestArguments { guests, modes, times: 1, jobs: 16, seed: 1, steps: 60, step_ms: 50 }
     }
 }
 

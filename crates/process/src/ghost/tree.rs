@@ -51,8 +51,8 @@ impl Ghost {
         let targets: Targets<'_> =
             checkpoint.spaces.iter().map(|space| (space.id, &space.mappings[..])).collect();
         check_tree(checkpoint)?;
-        self.set_subreapers(checkpoint)?;
         self.remove_gone(checkpoint)?;
+        self.set_subreapers(checkpoint)?;
         self.check_parents(checkpoint)?;
         self.create_missing(checkpoint, &targets)?;
         self.set_groups(checkpoint)?;
@@ -87,41 +87,86 @@ impl Ghost {
         Ok(())
     }
 
-    /// Ends what the guest has no more, and reaps it as the guest did.
+    /// Ends what the guest has no more, and reaps it as the guest did; and what it has as zombies,
+    /// if that leaves children behind.
     fn remove_gone(&mut self, checkpoint: &Checkpoint) -> GhostResult<()> {
         let wanted: BTreeMap<_, _> =
             checkpoint.processes.iter().map(|process| (process.pid, process)).collect();
-        let gone: BTreeSet<GuestPid> = self
+        let mut ending: Vec<(usize, GuestPid)> = self
             .bodies
             .values()
             .filter(|body| match wanted.get(&body.pid).map(|process| &process.state) {
                 None => true,
                 // A number that was used again.
                 Some(ProcessState::Alive(_)) => body.zombie,
-                Some(ProcessState::Zombie { .. }) => false,
+                Some(ProcessState::Zombie { .. }) => !body.zombie,
             })
-            .map(|body| body.pid)
+            .map(|body| (self.ancestors(body.pid).count(), body.pid))
             .collect();
-        if gone.is_empty() {
-            return Ok(());
-        }
-        for pid in &gone {
-            let body = &self.bodies[pid];
-            if !body.zombie {
-                kill(body)?;
+        // Children before parents: whoever is to reap them is still there.
+        ending.sort_by_key(|(depth, pid)| (std::cmp::Reverse(*depth), *pid));
+        for (_, pid) in ending {
+            let orphan = self.bodies.values().find(|body| body.parent == pid);
+            let adopter = orphan.and_then(|body| Some(wanted.get(&body.pid)?.parent));
+            if let Some(adopter) = adopter {
+                self.leave_orphans_to(pid, adopter)?;
             }
-        }
-        for pid in &gone {
-            let Some(body) = self.bodies.remove(pid) else { continue };
-            if let Some(parent) = self.bodies.get(&body.parent).filter(|parent| !parent.zombie) {
-                let wall = libc::__WALL as u64;
-                // Nothing is left to reap where the parent ignores SIGCHLD.
-                let mut batch = parent.batch();
-                batch.may(libc::SYS_wait4, &[pid.0 as u64, 0, wall, 0]);
-                batch.run()?;
+            match wanted.get(&pid).map(|process| &process.state) {
+                Some(ProcessState::Zombie { wait_status, name }) => {
+                    // The others have time until the memory is there.
+                    if adopter.is_some() {
+                        self.end_zombie(pid, *wait_status, name)?;
+                    }
+                }
+                _ => self.end_and_reap(pid)?,
+            }
+            for body in self.bodies.values_mut().filter(|body| body.parent == pid) {
+                body.parent = adopter.unwrap_or(INIT);
             }
         }
         self.init().reap()?;
+        Ok(())
+    }
+
+    /// Parent, its parent and so on, without init.
+    fn ancestors(&self, pid: GuestPid) -> impl Iterator<Item = GuestPid> + '_ {
+        let parent = |pid: &GuestPid| Some(self.bodies.get(pid)?.parent);
+        let parents = std::iter::successors(parent(&pid), move |pid| parent(pid));
+        parents.take_while(|pid| *pid != INIT).take(self.bodies.len())
+    }
+
+    /// Lets the kernel give the children of `dying` to `adopter`: to the nearest ancestor that is
+    /// a subreaper (prctl(2)). Who was one when the guest's process died cannot be known: it may
+    /// have become one since, or be none any more.
+    fn leave_orphans_to(&mut self, dying: GuestPid, adopter: GuestPid) -> GhostResult<()> {
+        let ancestors: Vec<GuestPid> = self.ancestors(dying).collect();
+        for pid in ancestors {
+            let Some(body) = self.bodies.get_mut(&pid).filter(|body| !body.zombie) else {
+                continue;
+            };
+            let adopts = pid == adopter;
+            if body.subreaper != adopts {
+                body.set_subreaper(adopts)?;
+            }
+            if adopts {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn end_and_reap(&mut self, pid: GuestPid) -> GhostResult<()> {
+        let Some(body) = self.bodies.remove(&pid) else { return Ok(()) };
+        if !body.zombie {
+            kill(&body)?;
+        }
+        if let Some(parent) = self.bodies.get(&body.parent).filter(|parent| !parent.zombie) {
+            let wall = libc::__WALL as u64;
+            // Nothing is left to reap where the parent ignores SIGCHLD.
+            let mut batch = parent.batch();
+            batch.may(libc::SYS_wait4, &[pid.0 as u64, 0, wall, 0]);
+            batch.run()?;
+        }
         Ok(())
     }
 
@@ -436,12 +481,17 @@ impl Ghost {
     pub(super) fn end_zombies(&mut self, checkpoint: &Checkpoint) -> GhostResult<()> {
         for process in &checkpoint.processes {
             let ProcessState::Zombie { wait_status, name } = &process.state else { continue };
-            let Some(body) = self.bodies.get_mut(&process.pid) else { continue };
-            if !body.zombie {
-                end_as(body, *wait_status, name).map_err(GhostError::at(process.pid))?;
-                body.zombie = true;
-            }
+            self.end_zombie(process.pid, *wait_status, name)?;
         }
+        Ok(())
+    }
+
+    fn end_zombie(&mut self, pid: GuestPid, wait_status: i32, name: &str) -> GhostResult<()> {
+        let Some(body) = self.bodies.get_mut(&pid).filter(|body| !body.zombie) else {
+            return Ok(());
+        };
+        end_as(body, wait_status, name).map_err(GhostError::at(pid))?;
+        body.zombie = true;
         Ok(())
     }
 }

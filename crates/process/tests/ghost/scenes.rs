@@ -22,6 +22,7 @@ const SCENES: &[(&str, Scene)] = &[
     ("a_counting_program_counts_on", counts_on),
     ("a_full_copy_in_pieces_is_not_wiped_by_its_last_step", fills),
     ("a_pipeline_of_shells_goes_on_through_three_hosts", pipeline_goes_on),
+    ("orphans_have_the_parents_that_the_guest_gave_them", orphans),
     ("threads_and_memory_survive_fifty_increments", memory_survives),
     ("endless_waits_see_no_stop", waits_on),
     ("a_ghost_that_is_dropped_leaves_no_process", dropped_ghost_is_gone),
@@ -159,6 +160,73 @@ fn pipeline_goes_on() {
             next = wanted;
         }
     }
+}
+
+const ORPHANS: &str = "
+import ctypes, os, time
+def subreaper(on): ctypes.CDLL(None).prctl(36, on, 0, 0, 0)
+class Chain:
+    # A child, its child and so on, as many as wanted; each waits to be ended, the last answers.
+    def __init__(self, length):
+        self.go = [os.pipe() for _ in range(length)]
+        self.ask, self.back = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid: return
+        for go, _ in self.go:
+            if os.fork():
+                os.read(go, 1)
+                os._exit(7)
+        while os.read(self.ask[0], 1):
+            os.write(self.back[1], b'%8d' % os.getppid())
+    def parent(self):
+        os.write(self.ask[1], b'?')
+        return int(os.read(self.back[0], 8))
+    def end(self, reaped=True):
+        # From the last to the first; nobody reaps those in between.
+        for _, go in reversed(self.go):
+            os.write(go, b'x')
+            time.sleep(0.05)
+        if reaped: os.waitpid(self.pid, 0)
+chains = [Chain(1), Chain(2), Chain(1), Chain(1), Chain(1)]
+early, long, zombie, late, last = chains
+me = os.getpid()
+for chain in chains: chain.parent()
+print('ready', flush=True)
+time.sleep(0.2)
+early.end()
+subreaper(1)
+long.end()
+os.waitpid(-1, 0)
+zombie.end(reaped=False)
+print('one', flush=True)
+time.sleep(0.2)
+late.end()
+subreaper(0)
+last.end()
+print('two', flush=True)
+time.sleep(0.2)
+print([chain.parent() - me for chain in chains], flush=True)
+print(os.waitpid(zombie.pid, 0)[1] >> 8, flush=True)
+print(os.waitpid(-1, os.WNOHANG), flush=True)
+";
+
+/// Who adopts a child whose parent ends depends on who is a subreaper at that moment.
+fn orphans() {
+    let mut primary = Primary::start(&["python3", "-c", ORPHANS]);
+    primary.run_until("ready");
+    let first = primary.checkpoint();
+    let mut spare = Spare::start(&first.0);
+    spare.apply(first);
+    for stage in ["one", "two"] {
+        primary.run_until(stage);
+        spare.apply(primary.checkpoint());
+    }
+    primary.die();
+    let mut taken = spare.take_over();
+    let [nobody, mine] = [-1, 0];
+    assert_eq!(taken.line(), format!("{:?}", [nobody, mine, mine, mine, nobody]));
+    assert_eq!(taken.line(), "7", "the zombie's status");
+    assert_eq!(taken.line(), "(0, 0)", "a zombie that the guest has not");
 }
 
 const MEMORY: &str = "
