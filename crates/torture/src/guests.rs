@@ -236,6 +236,9 @@ fn plainly<'a>(
 /// What is restored is looked at here, not how soon. Many run at once, on machines that stall.
 const PATIENT: [&str; 2] = ["--silence", "2s"];
 
+/// How long an agent may take to end when its guest could not be moved.
+const LAST_WORDS: Duration = Duration::from_secs(10);
+
 /// `None` if it came to its good end by itself before it was moved.
 fn moved<'a>(
     lab: &'a Lab,
@@ -263,6 +266,10 @@ fn moved<'a>(
         // Its pipes are read to the end: what it has said by then is known below.
         lab.host(0).kill().and_then(|_| primary.wait(HANG).map(drop))
     });
+    if moved.is_err() {
+        // A guest that is over is the usual reason, and its agent about to say so.
+        let _ = primary.wait(LAST_WORDS);
+    }
     if Engine::is_over(&primary) {
         return Ok(None);
     }
