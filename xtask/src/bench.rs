@@ -28,7 +28,7 @@ pub enum Bench {
     Pause(pause::PauseArguments),
     /// How long clients wait when something dies, part by part, over the size of a Redis
     Failover(failover::FailoverArguments),
-    /// What `--guarantee output-commit` and `timeline` add to each reply of five servers, and take
+    /// What `--guarantee output-commit` and `timeline` add to each reply of servers, and take
     /// from their throughput
     Latency(latency::LatencyArguments),
     /// What it costs to keep a Redis from being lost: Hotspare beside replicas, logs, snapshots and

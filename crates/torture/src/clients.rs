@@ -10,6 +10,7 @@
 mod connection;
 mod crowd;
 mod http;
+mod iproto;
 mod lane;
 mod stored;
 mod wire;

@@ -150,7 +150,7 @@ pub fn run(
     conditions: &Conditions,
     seed: u64,
 ) -> Result<Outcome, LabError> {
-    const LIVES: u32 = 4;
+    const LIVES: u32 = 6;
     let conditions = conditions.of(mode);
     for too_short in 0..LIVES {
         let life = conditions.longer(1 << too_short);

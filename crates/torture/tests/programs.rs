@@ -21,6 +21,7 @@ macro_rules! undisturbed {
 undisturbed! {
     redis_passes_its_check: "redis-server";
     memcached_passes_its_check: "memcached";
+    tarantool_passes_its_check: "tarantool";
     nginx_passes_its_check: "nginx";
     lighttpd_passes_its_check: "lighttpd";
     go_kv_passes_its_check: "go-kv";

@@ -200,7 +200,7 @@ fn plot(all: &[(&'static str, &'static str, LatencyResult)]) -> Plot {
     };
     Plot {
         name: "servers".to_owned(),
-        title: "Replies of five servers under each guarantee".to_owned(),
+        title: "Replies of servers under each guarantee".to_owned(),
         about: "every reply is checked; latency from when a request was due".to_owned(),
         panels: vec![
             panel(Axis::log("seldom: latency p50, ms"), |one| one.seldom.latency_ms.p50),

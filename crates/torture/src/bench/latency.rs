@@ -28,7 +28,8 @@ const KEYS: usize = 10_000;
 const SMALL_PAGE: &str = "/small";
 
 /// The servers, by the names of their programs.
-pub const SERVERS: [&str; 5] = ["redis-server", "memcached", "lighttpd", "nginx", "go-kv"];
+pub const SERVERS: [&str; 6] =
+    ["redis-server", "memcached", "tarantool", "lighttpd", "nginx", "go-kv"];
 
 /// One server in one way.
 #[derive(Clone, Debug)]
@@ -157,6 +158,7 @@ impl Bed {
         let protocol = match self.server {
             "redis-server" => Protocol::Redis,
             "memcached" => Protocol::Memcached,
+            "tarantool" => Protocol::Tarantool,
             "go-kv" => Protocol::Line,
             _ => {
                 let lane = HttpLane::new(SMALL_PAGE, HttpBody::Exactly(body().into_bytes()));

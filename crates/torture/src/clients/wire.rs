@@ -2,6 +2,7 @@
 
 use super::connection::{ClientError, Connection};
 use super::http::take_reply;
+use super::iproto;
 
 /// A key-value protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,6 +15,8 @@ pub enum Protocol {
     Line,
     /// PUT and GET of JSON texts at `/store/key`, as `examples/py-http` serves them.
     HttpStore,
+    /// The binary protocol of Tarantool.
+    Tarantool,
 }
 
 impl Protocol {
@@ -21,6 +24,7 @@ impl Protocol {
     pub fn put_set(self, request: &mut Vec<u8>, key: &str, value: &str) {
         let value_bytes = value.len();
         let said = match self {
+            Protocol::Tarantool => return iproto::put_set(request, key, value),
             Protocol::Redis => resp(&["SET", key, value]),
             Protocol::Memcached => format!("set {key} 0 0 {value_bytes}\r\n{value}\r\n"),
             Protocol::Line => format!("SET {key} {value}\n"),
@@ -35,6 +39,7 @@ impl Protocol {
     /// Appends a request for the value of `key`.
     pub fn put_get(self, request: &mut Vec<u8>, key: &str) {
         let said = match self {
+            Protocol::Tarantool => return iproto::put_get(request, key),
             Protocol::Redis => resp(&["GET", key]),
             Protocol::Memcached => format!("get {key}\r\n"),
             Protocol::Line => format!("GET {key}\n"),
@@ -46,6 +51,7 @@ impl Protocol {
     /// Takes the reply to a set.
     pub fn take_set(self, connection: &mut Connection) -> Result<(), ClientError> {
         let good: &[u8] = match self {
+            Protocol::Tarantool => return iproto::take(connection).map(drop),
             Protocol::Redis => b"+OK",
             Protocol::Memcached => b"STORED",
             Protocol::Line => b"OK",
@@ -66,6 +72,12 @@ impl Protocol {
             Protocol::Memcached => take_memcached(connection),
             Protocol::Line => take_line(connection),
             Protocol::HttpStore => take_json(connection),
+            Protocol::Tarantool => match iproto::take(connection)?.first() {
+                None => Ok(None),
+                Some(tuple) => iproto::value(tuple)
+                    .map(Some)
+                    .ok_or_else(|| unexpected("a get", tuple.to_string().as_bytes())),
+            },
         }
     }
 }

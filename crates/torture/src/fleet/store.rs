@@ -116,7 +116,7 @@ impl StoreTalk {
         match self.protocol {
             Protocol::Redis => resp(&["INCR", key]),
             Protocol::Memcached => format!("incr {key} 1\r\n"),
-            Protocol::Line | Protocol::HttpStore => format!("INCR {key}\n"),
+            Protocol::Line | Protocol::HttpStore | Protocol::Tarantool => format!("INCR {key}\n"),
         }
     }
 
@@ -163,7 +163,7 @@ impl StoreTalk {
                 self.list.push(self.writes);
                 self.expect("set list", Reply::Done);
             }
-            (Protocol::Line | Protocol::HttpStore, _) => self.increment(out),
+            (Protocol::Line | Protocol::HttpStore | Protocol::Tarantool, _) => self.increment(out),
         }
     }
 

@@ -24,6 +24,7 @@ pub fn programs() -> Vec<Program> {
         memcached(),
         nginx(),
         lighttpd(),
+        tarantool(),
         go_kv(),
         go_mapreduce(),
         go_matrix(),
@@ -106,6 +107,13 @@ fn redis() -> Program {
 fn memcached() -> Program {
     let command = ("sh @/config/memcached.sh", 11211);
     server("memcached", &["memcached"], command, store(Protocol::Memcached, 10_000, 800.0))
+}
+
+fn tarantool() -> Program {
+    let command = format!("tarantool @/config/tarantool.lua {WORK_DIR}");
+    let check = store(Protocol::Tarantool, 10_000, 800.0);
+    let program = server("tarantool", &["tarantool"], (&command, 3301), check);
+    Program { writes: true, ..program }
 }
 
 fn go_kv() -> Program {
