@@ -11,6 +11,7 @@ pub mod file_handle;
 pub mod identity;
 pub mod ipc;
 pub mod kept_file;
+pub mod kill_point;
 pub mod marks;
 pub mod memory;
 pub mod missing;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use hotspare_files::{ChangeSet, ReplicatedDir};
 use hotspare_image::{Epoch, NodeId, Position, Term};
+use hotspare_kernel::kill_point::{KillPoint, pass};
 use hotspare_kernel::realtime::Urgent;
 use hotspare_net::takeover::ServiceNetwork;
 use hotspare_process::capture::objects::ObjectCapture;
@@ -324,9 +325,11 @@ impl EpochMaker {
                 return Ok(Attempt::Later(obstacle));
             }
             self.flush_files()?;
+            pass(KillPoint::Copied);
             if !self.stop_and_take()? {
                 return Ok(Attempt::Later(Obstacle::Work));
             }
+            pass(KillPoint::Captured);
             if let Some(obstacle) = self.send_waiting(until)? {
                 return Ok(Attempt::Later(obstacle));
             }
@@ -349,6 +352,7 @@ impl EpochMaker {
                 self.pages = pages;
                 let held_back = held_back.stood;
                 self.takers.end(position, inputs);
+                pass(KillPoint::Sent);
                 self.epoch = position.epoch;
                 Ok(Attempt::Taken(Box::new(Taken { position, began, captured, pages, held_back })))
             }
@@ -383,7 +387,11 @@ impl EpochMaker {
             if let Piece::Files(bytes) | Piece::Copies(bytes) = &piece {
                 self.file_bytes += bytes.len() as u64;
             }
+            let is_rest = open.captured.is_some();
             self.takers.send(&piece);
+            if is_rest {
+                pass(KillPoint::HalfSent);
+            }
             self.guest.pump(&[], Duration::ZERO)?;
             if Instant::now() > until {
                 return Ok(Some(Obstacle::Work));
@@ -498,6 +506,7 @@ impl EpochMaker {
         let Self { guest, objects, directories, network, hold, takers, .. } = self;
         let mut changes = Vec::new();
         let mut cut = || {
+            pass(KillPoint::Stopped);
             for (index, directory) in directories.iter().enumerate() {
                 directory.flush().map_err(files_failed)?;
                 changes.push((index, directory.cut().map_err(files_failed)?));

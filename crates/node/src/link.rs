@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use hotspare_cluster::{Closed, Event};
 use hotspare_image::NodeId;
+use hotspare_kernel::kill_point::{KillPoint, pass};
 use hotspare_net::gate::Gate;
 use hotspare_replica::message::RefuseCode;
 use hotspare_replica::{
@@ -119,7 +120,9 @@ fn hear(
             }
             Ok(Reply::Committed(committed)) => {
                 // First of all: clients wait for it.
+                pass(KillPoint::Acknowledged);
                 agent.committed(node, committed);
+                pass(KillPoint::Released);
                 let position = committed.position();
                 agent.tell_of(node, stream, Event::SpareAcknowledged { node, position });
                 agent.owner.send(Message::Acknowledged(node, position));

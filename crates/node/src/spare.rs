@@ -10,6 +10,7 @@ use hotspare_cluster::{Action, CannotTakeOver, Closed, Event, Member, Quorum, Su
 use hotspare_files::{ReplicatedDir, Role};
 use hotspare_image::memory::PageOwner;
 use hotspare_image::{Checkpoint, NodeId, Position, Term};
+use hotspare_kernel::kill_point::{KillPoint, pass};
 use hotspare_net::callers::Callers;
 use hotspare_net::relay::Whole;
 use hotspare_net::takeover::ServiceNetwork;
@@ -135,6 +136,7 @@ fn greet(agent: &Agent, channel: Channel) -> anyhow::Result<Welcomed> {
     }
     let (read, write, hangup) = channel.split().context("split the stream")?;
     let replier = Arc::new(Mutex::new(Replier::new(write)));
+    pass(KillPoint::Joined);
     let (primary, term, rank) = (hello.node, welcome.term, welcome.rank);
     let stream = agent.attach();
     agent.face().callers = settings.service.map(|service| Callers::new(service.address));
@@ -247,6 +249,7 @@ fn arrived(
     place: Place,
     replier: &Mutex<Replier<hotspare_replica::WriteHalf>>,
 ) {
+    pass(KillPoint::Staged);
     let (position, whole) = (staged.position(), Whole::from(&*staged));
     let mut face = agent.face();
     let in_order = face.late == 0 && !staged.is_full();
@@ -263,6 +266,7 @@ fn arrived(
         relay.commit(&whole);
     }
     acknowledge(replier, position);
+    pass(KillPoint::Promised);
 }
 
 fn acknowledge(replier: &Mutex<Replier<hotspare_replica::WriteHalf>>, position: Position) {
@@ -574,6 +578,9 @@ impl Spare {
             self.offered = None;
         }
         let applied = if followed { self.apply(&mut staged) } else { Ok(()) };
+        if followed && applied.is_ok() {
+            pass(if full { KillPoint::Built } else { KillPoint::Applied });
+        }
         let stands = match &applied {
             Ok(()) if followed && !acknowledged => self.acknowledge_late(stream, &staged),
             _ => None,

@@ -8,6 +8,7 @@ use hotspare_cluster::{Event, SuspectCause};
 use hotspare_image::Checkpoint;
 use hotspare_image::tree::GuestPid;
 use hotspare_kernel::HostPid;
+use hotspare_kernel::kill_point::{KillPoint, pass};
 use hotspare_net::callers::Callers;
 use hotspare_net::go_live::GoLiveWatch;
 use hotspare_net::hook::HookEvent;
@@ -68,6 +69,7 @@ pub fn start_cold(spare: Spare, decision: Decision) -> anyhow::Result<Primary> {
 }
 
 fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow::Result<Primary> {
+    pass(KillPoint::Decided);
     let term = decision.term;
     let detect = detected(&spare.agent, decision);
     // Checkpoints that were here before the decision came first.
@@ -85,6 +87,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     };
     lengthen_flights(&held, true)?;
     let (restored, watch) = restore_files(&held, &image, &spare.agent, outage)?;
+    pass(KillPoint::Restored);
     let finalised = held.ghost.finalise(&restored.files, &restored.steps)?;
     let finalise = began.elapsed();
     connect(&mut held, restored, &image, said, &spare.agent)?;
@@ -94,6 +97,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     let Held { ghost, offsets, directories, network, settings, mounts, late, .. } = held;
     drop(mounts);
     let released = ghost.release(finalised)?;
+    pass(KillPoint::Freed);
     let address = began.elapsed() - finalise;
     for directory in &directories {
         directory.discard_unopened();
@@ -123,6 +127,7 @@ fn try_take_over(mut spare: Spare, decision: Decision, began: Instant) -> anyhow
     };
     spare.agent.history.note(&settings.guest, (term.0, epoch.0), what);
     tracing::info!(parts = ?released.parts, "finalised");
+    pass(KillPoint::Told);
     watch_connections(watch);
     spare.hook.spawn(HookEvent::Takeover, &settings, term, &spare.agent.reporter);
     let mut maker = EpochMaker::new(guest, &settings, outside()?, sockets, queues);
@@ -144,6 +149,7 @@ fn connect(
 ) -> anyhow::Result<()> {
     if let Some(network) = held.network.as_mut() {
         network.announce().context("announce the service address")?;
+        pass(KillPoint::Announced);
         // Nothing enters before the connections are there.
         network.gate().iter().for_each(|gate| gate.shut());
         output::begin(agent, network)?;

@@ -48,7 +48,7 @@ pub struct Plan {
     pub wires: bool,
     /// Each host has a disk of its own of this size.
     pub disk_bytes: Option<u64>,
-    /// Agents can be short of memory.
+    /// Agents can be short of memory and die at their kill points.
     pub is_strained: bool,
     /// Between two checkpoints.
     pub epoch: Duration,

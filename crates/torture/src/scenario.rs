@@ -13,6 +13,8 @@ mod weather;
 use std::fmt;
 use std::time::Duration;
 
+use hotspare_kernel::kill_point::KillPoint;
+
 use crate::clock::millis;
 use crate::dice::Dice;
 use crate::fleet::Pace;
@@ -123,6 +125,8 @@ pub enum What {
     },
     /// The arbiter's process dies and comes back.
     KillArbiter,
+    /// An agent dies at a certain point of its own code.
+    KillPoint(KillPoint),
     /// The wire of the host treats frames like this.
     Wire(Weather),
     /// Each file that is opened on the host's disk takes so long.
@@ -145,6 +149,7 @@ impl What {
             What::Freeze => "freeze",
             What::Cut { .. } => "cut",
             What::KillArbiter => "kill-arbiter",
+            What::KillPoint(_) => "kill-point",
             What::Wire(weather) if weather.corrupt > 0.0 => "corrupt",
             What::Wire(weather) if weather.duplicate > 0.0 => "duplicate",
             What::Wire(weather) if weather.reorder > 0.0 => "reorder",
@@ -163,7 +168,14 @@ impl What {
 
     /// Whether it lasts for a time.
     pub fn lasts(self) -> bool {
-        !matches!(self, What::KillHost | What::KillPrograms | What::KillAgent | What::KillGuest)
+        !matches!(
+            self,
+            What::KillHost
+                | What::KillPrograms
+                | What::KillAgent
+                | What::KillGuest
+                | What::KillPoint(_)
+        )
     }
 
     /// Whether the host needs a disk of its own for it.
@@ -295,6 +307,7 @@ impl fmt::Display for Strike {
                 let arrow = if both { "<->" } else { "->" };
                 write!(f, "no {to}{arrow}{end} for {span:.0} ms")
             }
+            What::KillPoint(point) => write!(f, "an agent dies at {}", point.name()),
             What::KillArbiter => write!(f, "arbiter is gone for {span:.0} ms"),
             What::Wire(weather) => write!(f, "wire of {to}: {weather} for {span:.0} ms"),
             What::SlowDisk(late) => {

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
+use hotspare_kernel::kill_point::{KillPoint, Role};
 use hotspare_torture::campaign::PROGRAMS;
 use hotspare_torture::fleet::Pace;
 use hotspare_torture::lab::wire::Weather;
@@ -82,6 +83,7 @@ struct FaultText {
     delay_ms: Option<f64>,
     jitter_ms: Option<f64>,
     share: Option<f64>,
+    point: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -158,8 +160,8 @@ impl Reader<'_> {
         let is_direct = self.word(file.path.as_ref(), &["spare", "direct"])? == "direct";
         let mut faults = Vec::new();
         for fault in &file.fault {
-            let read = self.fault(fault.as_ref());
-            faults.push(read.map_err(|error| self.at(fault.span(), format!("{error:#}")))?);
+            let read = self.fault(fault.as_ref(), *file.hosts.as_ref());
+            faults.extend(read.map_err(|error| self.at(fault.span(), format!("{error:#}")))?);
         }
         let invariants = self.invariants(file.invariants, guarantee)?;
         Ok(Scenario {
@@ -258,29 +260,30 @@ impl Reader<'_> {
         Ok(invariants)
     }
 
-    fn fault(&self, said: &FaultText) -> Result<Fault> {
-        let what = what(said)?;
+    /// One fault; several for all kill points.
+    fn fault(&self, said: &FaultText, hosts: usize) -> Result<Vec<Fault>> {
+        let whats = what(said, hosts)?;
         let place = |word: &Option<String>, default: Place| match word.as_deref() {
             None => Ok(default),
             Some(word) => place(word),
         };
-        let default = match what {
+        let default = match whats[0] {
             What::Wire(_) | What::SlowDisk(_) | What::FullDisk => Place::All,
             What::KillArbiter => Place::Arbiter,
             _ => Place::Primary,
         };
         let to = place(&said.at, default)?;
-        let is_wire = matches!(what, What::Wire(_) | What::Cut { .. } | What::KillArbiter);
+        let is_wire = matches!(whats[0], What::Wire(_) | What::Cut { .. } | What::KillArbiter);
         if to == Place::Arbiter && !is_wire {
             bail!(
                 "{} is for hosts of the guest; of the arbiter, its wire can be disturbed",
                 said.kind
             );
         }
-        if to == Place::All && what.is_blow() {
+        if to == Place::All && whats[0].is_blow() {
             bail!("{} at all hosts leaves nobody; give at = \"primary\" or \"spare\"", said.kind);
         }
-        let span = match (said.for_ms, what.lasts(), what.is_blow()) {
+        let span = match (said.for_ms, whats[0].lasts(), whats[0].is_blow()) {
             (Some(span), true, _) => span.read()?,
             (Some(_), false, _) => bail!("{} does not last: take for_ms out", said.kind),
             (None, true, true) => (ms(20.0), ms(3000.0)),
@@ -290,10 +293,17 @@ impl Reader<'_> {
         let when = match (said.at_s, said.every_s) {
             (Some(at), None) if at >= 0.0 => When::At(Duration::from_secs_f64(at)),
             (None, Some(every)) if every >= 0.05 => When::Every(Duration::from_secs_f64(every)),
-            (None, None) if !what.is_blow() => When::At(Duration::ZERO),
+            (None, None) if !whats[0].is_blow() => When::At(Duration::ZERO),
             _ => bail!("say when: either at_s = 3.5 (once) or every_s = 5.0 (again and again)"),
         };
-        Ok(Fault { what, to, when, span })
+        let fault = |(number, what): (usize, &What)| {
+            let when = match when {
+                When::At(at) => When::At(at + Duration::from_millis(10) * number as u32),
+                every @ When::Every(_) => every,
+            };
+            Fault { what: *what, to, when, span }
+        };
+        Ok(whats.iter().enumerate().map(fault).collect())
     }
 }
 
@@ -322,16 +332,17 @@ fn place(word: &str) -> Result<Place> {
     })
 }
 
-const KINDS: &str = "kill-host, kill-programs, kill-agent, kill-guest, kill-arbiter, \
+const KINDS: &str = "kill-host, kill-programs, kill-agent, kill-guest, kill-arbiter, kill-point, \
                      stop, freeze, cut, delay, loss, reorder, duplicate, corrupt, slow-disk, \
                      full-disk, memory";
 
 /// What a fault does; all that it says has to mean something.
-fn what(said: &FaultText) -> Result<What> {
+fn what(said: &FaultText, hosts: usize) -> Result<Vec<What>> {
     let kind = &*said.kind;
     let has = [
         ("to", said.to.is_some(), kind == "cut"),
         ("both", said.both.is_some(), kind == "cut"),
+        ("point", said.point.is_some(), kind == "kill-point"),
         ("delay_ms", said.delay_ms.is_some(), matches!(kind, "delay" | "slow-disk")),
         ("jitter_ms", said.jitter_ms.is_some(), kind == "delay"),
         (
@@ -352,13 +363,14 @@ fn what(said: &FaultText) -> Result<What> {
         delay.map(ms).with_context(|| format!("{kind} needs delay_ms, as in delay_ms = 20"))
     };
     let calm = Weather::default();
-    Ok(match kind {
+    Ok(vec![match kind {
         "kill-host" => What::KillHost,
         "kill-programs" => What::KillPrograms,
         "kill-agent" => What::KillAgent,
         "kill-guest" if said.at.as_deref().unwrap_or("primary") == "primary" => What::KillGuest,
         "kill-guest" => bail!("the guest runs at the primary: take at out"),
         "kill-arbiter" => What::KillArbiter,
+        "kill-point" => return points(said, hosts),
         "stop" => What::Stop,
         "freeze" => What::Freeze,
         "cut" => {
@@ -387,7 +399,26 @@ fn what(said: &FaultText) -> Result<What> {
         ),
         "" => bail!("say what happens: kind is one of {KINDS}"),
         kind => bail!("no fault {kind:?}; there are {KINDS}"),
-    })
+    }])
+}
+
+/// The points that are meant.
+fn points(said: &FaultText, hosts: usize) -> Result<Vec<What>> {
+    let names = || {
+        let names: Vec<_> = KillPoint::ALL.iter().map(|point| point.name()).collect();
+        names.join(", ")
+    };
+    let Some(wanted) = &said.point else { bail!("kill-point needs point: all, {}", names()) };
+    let survivable = |point: &KillPoint| point.role() != Role::Takeover || hosts > 2;
+    let meant = KillPoint::ALL.iter().filter(|point| wanted == "all" || wanted == point.name());
+    let meant: Vec<_> = meant.copied().collect();
+    if meant.is_empty() {
+        bail!("no kill point {wanted:?}; there are all, {}", names());
+    }
+    if !meant.iter().all(survivable) {
+        bail!("who dies in a takeover is the second host to die: hosts = 3 survive that");
+    }
+    Ok(meant.into_iter().map(What::KillPoint).collect())
 }
 
 /// A file that says this; what was drawn of its faults is written out.
@@ -439,7 +470,9 @@ fn write_fault(fault: &Fault) -> String {
     let mut text = format!("\n[[fault]]\nkind = {:?}\n", fault.what.kind());
     let mut put = |line: String| text.push_str(&(line + "\n"));
     let in_ms = |span: Duration| format!("{:.3}", span.as_secs_f64() * 1e3);
-    put(format!("at = \"{}\"", fault.to));
+    if !matches!(fault.what, What::KillPoint(_)) {
+        put(format!("at = \"{}\"", fault.to));
+    }
     match fault.when {
         When::At(at) => put(format!("at_s = {:.3}", at.as_secs_f64())),
         When::Every(mean) => put(format!("every_s = {:.3}", mean.as_secs_f64())),
@@ -450,6 +483,7 @@ fn write_fault(fault: &Fault) -> String {
     }
     match fault.what {
         What::Cut { to, both } => put(format!("to = \"{to}\"\nboth = {both}")),
+        What::KillPoint(point) => put(format!("point = {:?}", point.name())),
         What::SlowDisk(late) => put(format!("delay_ms = {}", in_ms(late))),
         What::Wire(weather) => {
             if !weather.delay.is_zero() {
@@ -484,6 +518,7 @@ mod tests {
             ("[[fault]]\nkind = \"kill-host\"", "line 3: say when"),
             ("[[fault]]\nkind = \"stop\"\nshare = 0.5\nat_s = 1.0", "share means nothing"),
             ("[[fault]]\nkind = \"clock-step\"\nat_s = 1.0", "CLOCK_REALTIME"),
+            ("[[fault]]\nkind = \"kill-point\"\npoint = \"all\"\nat_s = 0.0", "hosts = 3"),
             ("hosts = 1", "line 3: 2, 3 or 4 hosts"),
             ("colour = 1", "unknown field `colour`"),
             ("guarantee = \"none\"", "line 3: \"none\" is none of"),
@@ -497,6 +532,15 @@ mod tests {
             error("programs = [\"postgres\"]\nduration_s = 1.0").contains("line 1: no program")
         );
         assert!(error("programs = ").contains("line 1"));
+    }
+
+    #[test]
+    fn all_points_are_walked_in_their_order() {
+        let text = "hosts = 3\n[[fault]]\nkind = \"kill-point\"\npoint = \"all\"\nat_s = 0.0";
+        let scenario = parse(&format!("{GOOD}{text}"), "test").expect("is good");
+        let walked: Vec<_> = scenario.draw().iter().map(|strike| strike.what).collect();
+        let all: Vec<_> = KillPoint::ALL.iter().map(|point| What::KillPoint(*point)).collect();
+        assert_eq!(walked, all);
     }
 
     #[test]

@@ -17,6 +17,7 @@ use hotspare_image::Checkpoint;
 use hotspare_image::memory::{AddressSpace, MmId, PageOwner, SharedId};
 use hotspare_image::objects::FileId;
 use hotspare_image::tree::{ClockReading, GuestPid, LiveProcess, Process, ProcessState};
+use hotspare_kernel::kill_point::{KillPoint, pass};
 use hotspare_kernel::{HostPid, ptrace};
 
 use crate::init::{ClockOffsets, GuestNamespaces, Init, InitConfig};
@@ -222,6 +223,7 @@ impl Ghost {
             checkpoint.spaces.iter_mut().for_each(|space| space.fresh.clear());
         }
         self.take_on(&checkpoint)?;
+        pass(KillPoint::Applying);
         self.fill(runs)?;
         self.end_zombies(&checkpoint)?;
         self.full = false;

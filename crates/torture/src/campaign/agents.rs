@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use hotspare_kernel::kill_point::{KillPoint, VARIABLE};
 use nix::sys::signal::Signal;
 
 use super::Plan;
@@ -27,6 +28,10 @@ const FENCED: i32 = 75;
 
 /// Names the file by which processes of a host enter the cgroup of its memory.
 const MEMORY_GROUP: &str = "/srv/hotspare-lab/memory-group";
+/// Names the point at which an agent of a host is to die.
+const KILL_POINT: &str = "/srv/hotspare-lab/kill.point";
+/// So it is named when one has.
+const REACHED: &str = "/srv/hotspare-lab/kill.reached";
 
 /// A host's agent.
 struct Seat {
@@ -54,6 +59,7 @@ pub(crate) struct Agents {
     seats: Vec<Seat>,
     retired: Vec<(String, Process)>,
     started: usize,
+    reached: usize,
     guest: String,
     is_direct: bool,
     /// Where the program is reached.
@@ -106,6 +112,7 @@ impl Agents {
             seats,
             retired,
             started: plan.hosts,
+            reached: 0,
             guest,
             is_direct,
             service,
@@ -266,6 +273,30 @@ impl Agents {
         Ok(found)
     }
 
+    /// The agent of this host is to die at this point.
+    pub(crate) fn arm(&self, index: usize, point: KillPoint) -> Result<(), LabError> {
+        // Whole from the begin: somebody may look at any time.
+        let draft = self.host(index).outside(KILL_POINT).with_extension("draft");
+        write(&draft, point.name())?;
+        let done = fs::rename(&draft, self.host(index).outside(KILL_POINT));
+        done.map_err(|source| LabError::Io { doing: "arm a kill point".to_owned(), source })
+    }
+
+    /// No agent of this host is to die at a point any more.
+    pub(crate) fn disarm(&self, index: usize) {
+        // Where it is not, an agent has renamed it.
+        let _ = fs::remove_file(self.host(index).outside(KILL_POINT));
+    }
+
+    /// How many agents have died at the point that they were to.
+    pub(crate) fn reached(&self) -> usize {
+        self.reached + (0..self.count()).filter(|index| self.has_reached(*index)).count()
+    }
+
+    fn has_reached(&self, index: usize) -> bool {
+        self.host(index).outside(REACHED).exists()
+    }
+
     /// Starts a new spare where none runs any more, and waits until the guest is protected.
     pub(crate) fn protect(&mut self) -> Result<(), String> {
         let deadline = Instant::now() + HANG;
@@ -300,7 +331,8 @@ impl Agents {
     fn look_after(&mut self, index: usize) -> Result<(), String> {
         let seat = &self.seats[index];
         let Some(status) = seat.agent.try_wait() else { return Ok(()) };
-        if !seat.is_killed && status.code() != Some(FENCED) {
+        let is_killed = seat.is_killed || self.has_reached(index);
+        if !is_killed && status.code() != Some(FENCED) {
             let name = self.host(index).name();
             return Err(format!("the agent on {name} has ended by itself: {status}"));
         }
@@ -323,6 +355,9 @@ impl Agents {
         if self.seats[index].is_dead {
             host.boot()?;
         }
+        if fs::remove_file(host.outside(REACHED)).is_ok() {
+            self.reached += 1;
+        }
         let agent = spare_of(&self.engine, &host, &primary, &self.spare_words)?;
         let old = std::mem::replace(self.seat(index), Seat::of(agent));
         self.retired.push((format!("{}-{:04}", host.name(), self.started), old.agent));
@@ -337,7 +372,8 @@ impl Agents {
     /// record shows: the host that was believed to be the spare had a newer term, or the primary
     /// had struck its spare out.
     pub(crate) fn was_hit_alone(&self, term: u64) -> bool {
-        let killed = self.seats.iter().any(|seat| seat.is_killed);
+        let killed = self.seats.iter().any(|seat| seat.is_killed)
+            || (0..self.count()).any(|index| self.has_reached(index));
         let fenced = self.seats.iter().any(|seat| {
             !seat.is_killed && seat.agent.try_wait().is_some_and(|end| end.code() == Some(FENCED))
         });
@@ -426,13 +462,13 @@ impl Ground {
     }
 }
 
-/// A script that starts the program where its memory can be limited, with its passing files on the
-/// disk of the host.
+/// A script that starts the program where its memory can be limited and its kill points be
+/// reached, with its passing files on the disk of the host.
 fn wrap(lab: &Lab, plan: &Plan) -> Result<PathBuf, LabError> {
     let script = lab.dir().join("hotspare");
     let text = format!(
         "#!/bin/sh\necho $$ > \"$(cat {MEMORY_GROUP})\"\n\
-         exec env TMPDIR={DISK} {} \"$@\"\n",
+         exec env TMPDIR={DISK} {VARIABLE}={KILL_POINT} {} \"$@\"\n",
         plan.binary.display()
     );
     write(&script, &text)?;

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use hotspare_kernel::kill_point::{KillPoint, Role};
 use nix::sys::signal::Signal;
 
 use super::{Place, Strike, What};
@@ -78,7 +79,7 @@ pub(super) fn strike(strike: &Strike, agents: &mut Agents) -> Result<Struck, Lab
         }
         What::Freeze => {
             agents.lab.host(index).freeze()?;
-            struck(at, Undo::Thaw(index), format!("the cgroup of {name} is frozen"))
+            struck(at, Undo::Thaw(index), format!("all of {name} stands still"))
         }
         What::Cut { to, both } => {
             let other = self::index(agents, to)?;
@@ -90,6 +91,10 @@ pub(super) fn strike(strike: &Strike, agents: &mut Agents) -> Result<Struck, Lab
             // How many frames were dropped is known when it is mended.
             struck(at, Undo::Heal, String::new())
         }
+        What::KillPoint(point) => {
+            let at = die_at(point, agents)?;
+            struck(at, Undo::Nothing, format!("it was reached: {}", point.name()))
+        }
         What::KillArbiter => {
             agents.kill_arbiter();
             struck(at, Undo::StartArbiter, "etcd has ended".to_owned())
@@ -98,6 +103,36 @@ pub(super) fn strike(strike: &Strike, agents: &mut Agents) -> Result<Struck, Lab
             Err(wanted("a blow, not weather"))
         }
     }
+}
+
+/// Has an agent die at this point, and waits until it has.
+fn die_at(point: KillPoint, agents: &mut Agents) -> Result<Instant, LabError> {
+    let (primary, spare) = (index(agents, Place::Primary)?, index(agents, Place::Spare)?);
+    let before = agents.reached();
+    let mut at = Instant::now();
+    match point.role() {
+        Role::Primary => agents.arm(primary, point)?,
+        Role::Spare => agents.arm(spare, point)?,
+        Role::Join => {
+            agents.arm(spare, point)?;
+            agents.kill_agent(spare)?;
+            until(|| agents.agent(spare).try_wait().is_some(), "the end of a spare's agent")?;
+            let protected = agents.protect();
+            protected.map_err(|what| LabError::Deadline { what, waited: HANG })?;
+        }
+        Role::Takeover => {
+            // Whoever of them takes over.
+            for index in (0..agents.count()).filter(|index| *index != primary) {
+                agents.arm(index, point)?;
+            }
+            at = agents.kill_host(primary)?;
+        }
+    }
+    let reached = until(|| agents.reached() > before, &format!("kill point {}", point.name()));
+    (0..agents.count()).for_each(|index| agents.disarm(index));
+    reached?;
+    // Whether it was the first thing that happened or the last of several.
+    Ok(if point.role() == Role::Primary { Instant::now() } else { at })
 }
 
 /// Takes it back; what that has shown.

@@ -144,7 +144,8 @@ fn plan_of(scenario: &Scenario, plan: &Plan) -> Plan {
     plan.guarantee = scenario.guarantee;
     plan.wires = has(|what| matches!(what, What::Wire(_)));
     plan.disk_bytes = has(What::is_of_disks).then_some(DISK_BYTES);
-    plan.is_strained = has(|what| what.is_of_disks() || matches!(what, What::Memory));
+    plan.is_strained =
+        has(|what| what.is_of_disks() || matches!(what, What::Memory | What::KillPoint(_)));
     plan.epoch = scenario.epoch;
     plan.silence = Some(scenario.silence);
     plan.connections = scenario.load.connections;
