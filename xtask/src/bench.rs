@@ -78,10 +78,25 @@ pub fn bench(bench: &Bench) -> Result<()> {
 /// Each suite as it is without arguments of its own.
 fn all(common: &Common) -> Result<()> {
     for (name, suite) in suites(common) {
+        if !common.hosts.is_empty() && common.hosts.len() < hosts_wanted(name) {
+            println!("\n== bench {name} is left out: it is not for these hosts");
+            continue;
+        }
         println!("\n== bench {name}");
+        let begun = std::time::Instant::now();
         suite().with_context(|| format!("bench {name}"))?;
+        println!("== bench {name} took {:.1} min", begun.elapsed().as_secs_f64() / 60.0);
     }
     Ok(())
+}
+
+/// How many real hosts a suite takes; more than anybody has, if it takes none.
+fn hosts_wanted(suite: &str) -> usize {
+    match suite {
+        "restart" | "first-reply" => usize::MAX,
+        "sentinel" => 3,
+        _ => 2,
+    }
 }
 
 type Suite = Box<dyn FnOnce() -> Result<()>>;
@@ -90,6 +105,7 @@ fn suites(common: &Common) -> Vec<(&'static str, Suite)> {
     let common = || common.clone();
     let (pause, failover) =
         (pause::PauseArguments::with(common()), failover::FailoverArguments::with(common()));
+    let unnoticed = failover::FailoverArguments::unnoticed(common());
     let (latency, scale) =
         (latency::LatencyArguments::with(common()), scale::ScaleArguments::with(common()));
     let ycsb = ycsb::YcsbArguments::with(common());
@@ -101,6 +117,7 @@ fn suites(common: &Common) -> Vec<(&'static str, Suite)> {
     vec![
         ("pause", Box::new(move || pause::pauses(&pause))),
         ("failover", Box::new(move || failover::failovers(&failover))),
+        ("unnoticed failover", Box::new(move || failover::failovers(&unnoticed))),
         ("latency", Box::new(move || latency::latencies(&latency))),
         ("overhead", Box::new(move || overhead::overheads(&overhead))),
         ("sentinel", Box::new(move || sentinel::sentinels(&sentinel))),

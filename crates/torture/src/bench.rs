@@ -189,7 +189,7 @@ fn measure(bench: &PauseBench, bed: &Bed, rate_per_s: f64) -> Measured {
 
 /// Processor time a process has used so far, its threads' included (proc_pid_stat(5)).
 fn used_s(process: &Process) -> f64 {
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.pid())).unwrap_or_default();
+    let stat = process.proc("stat");
     let words = stat.rsplit(')').next().unwrap_or_default().split_ascii_whitespace();
     // Fields 14 and 15; the third follows the name. A tick is 10 ms.
     words.skip(11).take(2).filter_map(|word| word.parse::<f64>().ok()).sum::<f64>() / 100.0
@@ -201,7 +201,7 @@ pub fn pause(bench: &PauseBench) -> Result<PauseResult, LabError> {
     let bed = make_bed(bench)?;
     let steady = bench.spare.then(|| measure(bench, &bed, bench.rate_per_s));
     let saturated = measure(bench, &bed, UNLIMITED);
-    let rss = |process: &Process| memory_mb(process.pid(), "VmHWM:");
+    let rss = |process: &Process| memory_mb(process, "VmHWM:");
     Ok(PauseResult {
         steady: steady.unwrap_or_default(),
         saturated,
@@ -231,8 +231,8 @@ fn guest_mb(bed: &Bed) -> Result<f64, LabError> {
 }
 
 /// A line of the status of a process (proc_pid_status(5)), in MB; 0 if it is gone.
-fn memory_mb(pid: i32, name: &str) -> f64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+fn memory_mb(process: &Process, name: &str) -> f64 {
+    let status = process.proc("status");
     let line = status.lines().find_map(|line| line.strip_prefix(name));
     let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<f64>().ok());
     kib.unwrap_or_default() * 1024.0 / 1e6
@@ -293,7 +293,7 @@ fn epochs(primary: &Process, (start, end): (Instant, Instant)) -> BTreeMap<Strin
         if (start..end).contains(&line.at) {
             for (name, value) in numbers(&line.text).unwrap_or_default() {
                 if name == "stop_ns" {
-                    let since_stop = line.at.since(Instant(value as u64));
+                    let since_stop = line.at.since(primary.instant(value as u64));
                     values.entry("commit_ms".to_owned()).or_default().push(millis(since_stop));
                 }
                 values.entry(name).or_default().push(value);

@@ -247,7 +247,7 @@ pub fn descendants(ancestor: i32, name: &str) -> Vec<i32> {
     named.map(|(pid, ..)| *pid).collect()
 }
 
-/// Sends a signal to the Redis (or its ghost) below this agent; its process id.
+/// Sends a signal to the Redis (or its ghost) below this agent, on this machine; its process id.
 pub fn signal_redis(agent: &Process, signal: Signal) -> i32 {
     let found = descendants(agent.pid(), "redis-server");
     let [pid] = found[..] else { panic!("{} Redis below {}", found.len(), agent.pid()) };

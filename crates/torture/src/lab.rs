@@ -10,10 +10,15 @@
 //! The network of the machine itself is never touched. Namespaces have no names, so they end with
 //! this process however it ends; what can outlive it (processes in cgroups, directories) is
 //! removed when a [`Lab`] is dropped, or by the next run.
+//!
+//! What needs no more of a host than that programs run there, that it has an address and that it
+//! can die runs on real ones, too ([`ground`]).
 
 mod cell;
+pub mod ground;
 mod leftovers;
 mod process;
+mod real;
 pub mod strain;
 mod switch;
 pub mod wire;
@@ -32,6 +37,8 @@ use hotspare_kernel::Namespaces;
 use nix::mount::{MsFlags, mount};
 
 use self::cell::Cell;
+use self::ground::{Ground, Pin, Pinned};
+use self::real::Real;
 use self::switch::Switch;
 use self::wire::Wire;
 use crate::clock::Instant;
@@ -61,6 +68,14 @@ pub enum LabError {
         said: String,
         /// What it was told to do.
         script: String,
+    },
+    /// Not all that can be done to a simulated host can be done to a real one.
+    #[error("{host} is a real host, which does not {wanted}: simulated hosts do")]
+    Real {
+        /// Its name.
+        host: String,
+        /// What it was asked to do.
+        wanted: &'static str,
     },
     /// Something awaited did not happen in time.
     #[error("waited {waited:?} in vain for {what}")]
@@ -101,14 +116,39 @@ pub const SERVICE_CIDR: &str = "10.77.0.50/24";
 pub struct Lab {
     hosts: Vec<Arc<Host>>,
     client: Arc<Host>,
-    switch: Arc<Switch>,
-    dir: PathBuf,
+    /// Of simulated hosts, with their directories.
+    switch: Option<(Arc<Switch>, PathBuf)>,
 }
 
 impl Lab {
     /// Makes `count` hosts and a client. Removes what an earlier run that was killed left.
     pub fn new(count: usize) -> Result<Lab, LabError> {
-        Lab::with_wires(count, 0)
+        match ground::chosen() {
+            Some(Ground::Real { hosts, ssh }) => Lab::over(count, hosts, ssh),
+            _ => Lab::with_wires(count, 0),
+        }
+    }
+
+    /// A lab of real hosts, with clients on this machine.
+    fn over(count: usize, targets: &[String], ssh: &[String]) -> Result<Lab, LabError> {
+        if targets.len() < count {
+            let source = io::Error::other(format!("{count} are wanted, {} named", targets.len()));
+            return Err(LabError::Io { doing: "find enough hosts".to_owned(), source });
+        }
+        let mut hosts = Vec::new();
+        for (number, target) in (1..).zip(&targets[..count]) {
+            let real = Real::new(target, ssh, number)?;
+            let (name, place) = (format!("host{}", number - 1), Place::Real(real));
+            hosts.push(Arc::new(Host { name, number, place }));
+        }
+        let first = match &hosts[0].place {
+            Place::Real(real) => real.address()?,
+            Place::Simulated(_) | Place::Here(_) => String::new(),
+        };
+        let device = real::device_to(&first)?;
+        let client = Host { name: "client".to_owned(), number: 100, place: Place::Here(device) };
+        client.add_address(&format!("{}/24", client.v4()))?;
+        Ok(Lab { hosts, client: Arc::new(client), switch: None })
     }
 
     /// As [`Lab::new`]; the first `wires` hosts hang on a [`Wire`] each.
@@ -134,7 +174,7 @@ impl Lab {
             .map(|index| make(&format!("host{index}"), index as u8 + 1))
             .collect::<Result<Vec<_>, _>>()?;
         let client = make("client", 100)?;
-        Ok(Lab { hosts, client, switch, dir })
+        Ok(Lab { hosts, client, switch: Some((switch, dir)) })
     }
 
     /// The hosts, in order of their addresses.
@@ -155,40 +195,74 @@ impl Lab {
     /// Drops every frame from one host to another at the switch, until [`Lab::heal`]. Call it
     /// twice, with the hosts swapped, to cut both directions.
     pub fn cut(&self, from: &Host, to: &Host) -> Result<(), LabError> {
-        self.switch.cut(&from.port(), &to.port())
+        from.simulated("lose single links")?.switch.cut(&from.port(), &to.port())
     }
 
     /// Undoes every [`Lab::cut`]; how many frames they have dropped.
     pub fn heal(&self) -> Result<u64, LabError> {
-        self.switch.heal()
+        self.switch.as_ref().map_or(Ok(0), |(switch, _)| switch.heal())
     }
 
-    /// Where the lab keeps its directories, as seen from outside of the hosts.
+    /// Where the lab keeps its directories, as seen from outside of the hosts. Panics if they are
+    /// real.
     pub fn dir(&self) -> &Path {
-        &self.dir
+        self.switch.as_ref().map(|(_, dir)| &**dir).expect("simulated hosts have directories here")
     }
 }
 
 impl Drop for Lab {
     fn drop(&mut self) {
         for host in self.hosts.iter().chain([&self.client]) {
-            host.cell.kill_all_quietly();
+            match &host.place {
+                Place::Simulated(own) => own.cell.kill_all_quietly(),
+                Place::Real(real) => real.release(host.number),
+                Place::Here(device) => {
+                    let address = format!("{}/24", host.v4());
+                    let mut ip = Command::new("ip");
+                    // Its interface may be gone, and the address with it.
+                    let _ = ip.args(["address", "del", &address, "dev", device]).output();
+                }
+            }
         }
-        leftovers::release_dir(&self.dir);
+        if let Some((_, dir)) = &self.switch {
+            leftovers::release_dir(dir);
+        }
     }
 }
 
-/// One simulated host.
+/// One host.
 #[derive(Debug)]
 pub struct Host {
     name: String,
     number: u8,
+    place: Place,
+}
+
+/// Where a host is.
+#[derive(Debug)]
+enum Place {
+    Simulated(Box<Simulated>),
+    Real(Arc<Real>),
+    /// This machine, as the client of real hosts; the interface that leads to them.
+    Here(String),
+}
+
+/// What a simulated host is made of.
+#[derive(Debug)]
+struct Simulated {
     namespaces: std::sync::Mutex<Arc<Namespaces>>,
     cell: Cell,
     switch: Arc<Switch>,
     wire: Option<Wire>,
     disk_bytes: Option<u64>,
     dir: PathBuf,
+    pin: Option<Pin>,
+}
+
+impl Simulated {
+    fn namespaces(&self) -> Arc<Namespaces> {
+        Arc::clone(&lock(&self.namespaces))
+    }
 }
 
 impl Host {
@@ -202,18 +276,32 @@ impl Host {
         let dir = lab.join(name);
         let cell = Cell::new(&leftovers::owner(), lab, name)?;
         let namespaces = furnish(&dir, name, disk_bytes)?;
-        let host = Host {
-            name: name.to_owned(),
-            number,
+        let pin = match ground::chosen() {
+            Some(Ground::Here(Some(pins))) => pins.of_host(name),
+            _ => None,
+        };
+        let own = Simulated {
             namespaces: std::sync::Mutex::new(namespaces),
             cell,
             switch: Arc::clone(switch),
             wire,
             disk_bytes,
             dir,
+            pin,
         };
+        let host = Host { name: name.to_owned(), number, place: Place::Simulated(Box::new(own)) };
         host.plug_in()?;
         Ok(host)
+    }
+
+    /// What it is made of, if somebody wants what only a simulated host does.
+    fn simulated(&self, wanted: &'static str) -> Result<&Simulated, LabError> {
+        match &self.place {
+            Place::Simulated(own) => Ok(own),
+            Place::Real(_) | Place::Here(_) => {
+                Err(LabError::Real { host: self.name.clone(), wanted })
+            }
+        }
     }
 
     /// Its name: `host0`, `host1`, … or `client`.
@@ -223,7 +311,7 @@ impl Host {
 
     /// What carries its frames, if that can be disturbed.
     pub fn wire(&self) -> Option<&Wire> {
-        self.wire.as_ref()
+        self.simulated("hang on a wire").ok()?.wire.as_ref()
     }
 
     /// Its own IPv4 address, in 10.77.0.0/24.
@@ -242,7 +330,7 @@ impl Host {
     }
 
     /// Where a private path of this host lies as seen from outside of it.
-    /// Panics if the path is not in one of [`PRIVATE_DIRS`].
+    /// Panics if the path is not in one of [`PRIVATE_DIRS`], or the host is a real one.
     pub fn outside(&self, inside: impl AsRef<Path>) -> PathBuf {
         let inside = inside.as_ref();
         assert!(
@@ -250,17 +338,81 @@ impl Host {
             "{} is not private to a host",
             inside.display()
         );
-        self.dir.join(inside.strip_prefix("/").unwrap_or(inside))
+        let own = self.simulated("have its files here").expect("its files are here");
+        own.dir.join(inside.strip_prefix("/").unwrap_or(inside))
+    }
+
+    /// Writes a file of this host, in one of [`PRIVATE_DIRS`].
+    pub fn put(&self, path: impl AsRef<Path>, bytes: &[u8]) -> Result<(), LabError> {
+        if let Place::Real(real) = &self.place {
+            return real.put(path.as_ref(), bytes);
+        }
+        let path = self.outside(path);
+        let doing = || format!("write {}", path.display());
+        if let Some(dir) = path.parent() {
+            fs::create_dir_all(dir).doing(doing)?;
+        }
+        fs::write(&path, bytes).doing(doing)
+    }
+
+    /// Makes an empty directory of this host in one of [`PRIVATE_DIRS`], in place of what is there.
+    pub fn empty_dir(&self, path: impl AsRef<Path>) -> Result<(), LabError> {
+        if let Place::Real(real) = &self.place {
+            let path = path.as_ref().display();
+            return real.sh(&format!("rm -rf {path} && mkdir -p {path}")).map(drop);
+        }
+        let path = self.outside(path);
+        let doing = || format!("empty {}", path.display());
+        match fs::remove_dir_all(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).doing(doing),
+            _ => fs::create_dir_all(&path).doing(doing),
+        }
     }
 
     /// Starts a program on this host, in [`LAB_DIR`], its output kept line by line.
     pub fn spawn(&self, command: &mut Command) -> Result<Process, LabError> {
-        let doing = || format!("start {:?} on {}", command.get_program(), self.name);
-        let name = doing();
-        let procs = self.cell.procs()?;
-        let namespaces = self.namespaces();
+        self.spawn_on(command, |pin| &pin.programs)
+    }
+
+    /// As [`Host::spawn`], on the processors of agents.
+    pub fn spawn_agent(&self, command: &mut Command) -> Result<Process, LabError> {
+        self.spawn_on(command, |pin| &pin.agent)
+    }
+
+    fn spawn_on(
+        &self,
+        command: &mut Command,
+        processors: fn(&Pin) -> &[usize],
+    ) -> Result<Process, LabError> {
+        let name = format!("start {:?} on {}", command.get_program(), self.name);
+        let own = match &self.place {
+            Place::Simulated(own) => own,
+            Place::Real(real) => return real.spawn(command),
+            Place::Here(_) => return Process::start(command, name),
+        };
+        let procs = own.cell.procs()?;
+        let namespaces = own.namespaces();
         namespaces.confine(command, OsStr::new(LAB_DIR), procs).doing(|| name.clone())?;
+        let pinned = own.pin.as_ref().map(|pin| Pinned::to(processors(pin))).transpose();
+        let _pinned = pinned.doing(|| format!("pin {name}"))?;
         Process::start(command, name)
+    }
+
+    /// Has ready what this command, which runs on another host, needs of ours.
+    pub(crate) fn bring_for(&self, command: &Command) -> Result<(), LabError> {
+        match &self.place {
+            Place::Real(real) => real.bring_for(command),
+            Place::Simulated(_) | Place::Here(_) => Ok(()),
+        }
+    }
+
+    /// What a guest is started with so that it does not stay on the processors of its agent.
+    pub fn moves_to_its_processors(&self) -> Vec<String> {
+        let Some(pin) = self.simulated("pin").ok().and_then(|own| own.pin.as_ref()) else {
+            return vec![];
+        };
+        let all: Vec<String> = pin.programs.iter().map(ToString::to_string).collect();
+        vec!["taskset".to_owned(), "-c".to_owned(), all.join(",")]
     }
 
     /// Runs a program on this host to its end; an exit status other than 0 is an error that
@@ -283,9 +435,13 @@ impl Host {
         T: Send + 'static,
         F: FnOnce() -> T + Send + 'static,
     {
-        let namespaces = self.namespaces();
+        // What this machine asks a real host for leaves from here in any case.
+        let own = self.simulated("enter").ok().map(|own| (own.namespaces(), own.pin.clone()));
         std::thread::spawn(move || {
+            let Some((namespaces, pin)) = own else { return work() };
             namespaces.enter().expect("a lab host can be entered while its handle lives");
+            let pinned = pin.map(|pin| Pinned::to(&pin.programs));
+            let _pinned = pinned.transpose().expect("processors that were there are there");
             work()
         })
     }
@@ -301,23 +457,39 @@ impl Host {
 
     /// Gives this host one more address on its interface, such as `10.77.0.50/24`.
     pub fn add_address(&self, cidr: &str) -> Result<(), LabError> {
+        let device = match &self.place {
+            Place::Simulated(_) => "eth0",
+            Place::Real(real) => return real.add_address(cidr),
+            Place::Here(device) => {
+                let doing = || format!("give this machine {cidr}");
+                let mut ip = Command::new("ip");
+                ip.args(["address", "replace", cidr, "dev", device]);
+                let done = ip.output().doing(doing)?;
+                let said = String::from_utf8_lossy(&done.stderr).into_owned();
+                let good = done.status.success().then_some(());
+                return good.ok_or_else(|| io::Error::other(said)).doing(doing);
+            }
+        };
         let nodad = if cidr.contains(':') { "nodad" } else { "" };
-        self.ip(&format!("address add {cidr} dev eth0 {nodad}\n"))
+        self.ip(&format!("address add {cidr} dev {device} {nodad}\n"))
     }
 
     /// Pulls the cable: the port of the switch goes down, in both directions.
     pub fn link_down(&self) -> Result<(), LabError> {
-        self.switch.port_down(&self.port())
+        self.simulated("pull its cable")?.switch.port_down(&self.port())
     }
 
     /// Plugs the cable in again.
     pub fn link_up(&self) -> Result<(), LabError> {
-        self.switch.port_up(&self.port())
+        self.simulated("plug its cable in")?.switch.port_up(&self.port())
     }
 
     /// The death of the host: the cable first, so that no dying process says goodbye, then
     /// SIGKILL to every process. Returns when all are gone, and tells when the cable was out.
     pub fn kill(&self) -> Result<Instant, LabError> {
+        if let Place::Real(real) = &self.place {
+            return real.kill();
+        }
         self.link_down()?;
         let death = Instant::now();
         self.kill_processes()?;
@@ -326,63 +498,87 @@ impl Host {
 
     /// The death of all programs of a host whose kernel lives on: sockets close, resets leave.
     pub fn kill_processes(&self) -> Result<(), LabError> {
-        self.cell.kill_all()?;
+        self.simulated("lose its programs")?.cell.kill_all()?;
         self.kill_strays()
     }
 
     /// Stops every process of the host in its tracks, as a hypervisor does; [`Host::thaw`] lets
     /// them go on.
     pub fn freeze(&self) -> Result<(), LabError> {
-        self.cell.freeze(true)
+        self.simulated("freeze")?.cell.freeze(true)
     }
 
     /// Undoes [`Host::freeze`].
     pub fn thaw(&self) -> Result<(), LabError> {
-        self.cell.freeze(false)
+        self.simulated("thaw")?.cell.freeze(false)
     }
 
     /// Starts a killed host anew: fresh namespaces, its disks as they were, `/run/hotspare`
     /// empty, no program running.
     pub fn boot(&self) -> Result<(), LabError> {
+        let own = self.simulated("start anew")?;
         self.kill()?;
-        let run = self.dir.join("run");
+        let run = own.dir.join("run");
         fs::remove_dir_all(&run).doing(|| format!("empty {}", run.display()))?;
-        match &self.wire {
+        match &own.wire {
             Some(wire) => wire.release(),
-            None => self.switch.unplug(&self.port())?,
+            None => own.switch.unplug(&self.port())?,
         }
-        *lock(&self.namespaces) = furnish(&self.dir, &self.name, self.disk_bytes)?;
+        *lock(&own.namespaces) = furnish(&own.dir, &self.name, own.disk_bytes)?;
         self.plug_in()
     }
 
     /// The cgroup that accounts for the memory of those who have entered it: all processes with
     /// cgroup v2, with v1 those who are put there.
+    /// Panics if the host is a real one.
     pub fn memory_group(&self) -> PathBuf {
-        self.cell.memory_group()
+        let own = self.simulated("limit its memory").expect("its memory is accounted for here");
+        own.cell.memory_group()
     }
 
     /// True while any process of the host runs.
     pub fn is_alive(&self) -> Result<bool, LabError> {
-        self.cell.is_populated()
+        self.simulated("count its programs")?.cell.is_populated()
     }
 
     /// Processor time that all programs of the host have used so far, in seconds.
     pub fn used_s(&self) -> Result<f64, LabError> {
-        self.cell.used_s()
+        match &self.place {
+            Place::Simulated(own) => own.cell.used_s(),
+            Place::Real(real) => real.used_s(),
+            Place::Here(_) => Ok(0.0),
+        }
+    }
+
+    /// Resident memory of all its programs but one, MB. What they share is counted for each.
+    pub fn rss_mb_beside(&self, agent: &Process) -> f64 {
+        let (pids, real) = match &self.place {
+            Place::Simulated(own) => (own.cell.pids(), None),
+            Place::Real(real) => (real.pids(), Some(real)),
+            Place::Here(_) => return 0.0,
+        };
+        let others = pids.into_iter().filter(|pid| *pid != agent.pid());
+        let status = |pid: i32| match real {
+            Some(real) => real.proc(pid, "status"),
+            None => fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default(),
+        };
+        let all = others.filter_map(|pid| {
+            let status = status(pid);
+            let kib = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+            kib.trim().trim_end_matches(" kB").parse::<f64>().ok()
+        });
+        all.sum::<f64>() * 1024.0 / 1e6
     }
 
     fn port(&self) -> String {
         format!("p{}", self.number)
     }
 
-    fn namespaces(&self) -> Arc<Namespaces> {
-        Arc::clone(&lock(&self.namespaces))
-    }
-
     fn plug_in(&self) -> Result<(), LabError> {
-        match &self.wire {
-            Some(wire) => self.switch.plug_wire(&self.port(), &self.namespaces(), wire)?,
-            None => self.switch.plug(&self.port(), &self.namespaces())?,
+        let own = self.simulated("plug its cable in")?;
+        match &own.wire {
+            Some(wire) => own.switch.plug_wire(&self.port(), &own.namespaces(), wire)?,
+            None => own.switch.plug(&self.port(), &own.namespaces())?,
         }
         let (v4, v6) = (self.v4(), self.v6());
         self.ip(&format!(
@@ -392,12 +588,13 @@ impl Host {
     }
 
     fn ip(&self, script: &str) -> Result<(), LabError> {
-        switch::ip(&self.namespaces(), script)
+        switch::ip(&self.simulated("set its interfaces")?.namespaces(), script)
     }
 
     /// Kills what has left the cgroup but not the network of this host.
     fn kill_strays(&self) -> Result<(), LabError> {
-        let inode = self.namespaces().net_inode().doing(|| "read namespace".to_owned())?;
+        let namespaces = self.simulated("lose its programs")?.namespaces();
+        let inode = namespaces.net_inode().doing(|| "read namespace".to_owned())?;
         let me = std::process::id() as i32;
         for entry in fs::read_dir("/proc").doing(|| "read /proc".to_owned())?.flatten() {
             let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {

@@ -216,24 +216,20 @@ pub fn missing_commands(program: &Program) -> Vec<&'static str> {
     program.needs.iter().filter(is_missing).copied().collect()
 }
 
-/// Hosts that are ready for a program.
+/// Hosts that are ready for a program: two, and one more for reference runs.
 pub(crate) fn stage(
     program: &Program,
     seed: u64,
     change: Option<Change>,
+    hosts: usize,
 ) -> Result<Stage, LabError> {
-    let lab = Lab::new(3)?;
+    let lab = Lab::new(hosts)?;
     for host in lab.hosts() {
-        let work = host.outside(WORK_DIR);
-        std::fs::create_dir_all(&work)
-            .map_err(|source| LabError::Io { doing: format!("make {}", work.display()), source })?;
+        host.empty_dir(WORK_DIR)?;
         program.check.prepare(host)?;
     }
     // The spare gets what is to be replicated from the primary, and from nowhere else.
-    let work = lab.host(1).outside(WORK_DIR);
-    std::fs::remove_dir_all(&work)
-        .and_then(|()| std::fs::create_dir(&work))
-        .map_err(|source| LabError::Io { doing: format!("empty {}", work.display()), source })?;
+    lab.host(1).empty_dir(WORK_DIR)?;
     let service = (SERVICE_V4, program.port).into();
     let mut pace = Pace::default();
     if !change.is_some_and(Change::is_noticed) {
@@ -245,7 +241,7 @@ pub(crate) fn stage(
 
 /// Runs a program on one host to its natural end, or for a second if it has none, and checks it.
 pub fn run_plainly(program: &Program, seed: u64) -> Result<Run, LabError> {
-    let stage = stage(program, seed, None)?;
+    let stage = stage(program, seed, None, 3)?;
     let host = stage.lab.host(0);
     host.add_address(SERVICE_CIDR)?;
     let mut watch = program.check.rehearse(&stage)?;
@@ -279,7 +275,7 @@ pub fn run_with_change(
 ) -> Result<Run, LabError> {
     const HURRIES: [u32; 4] = [1, 2, 4, 8];
     for hurry in HURRIES {
-        let stage = stage(program, seed, Some(change))?;
+        let stage = stage(program, seed, Some(change), 3)?;
         let replicated = program.writes.then(|| WORK_DIR.to_owned()).into_iter().collect();
         let service_cidr = Some(SERVICE_CIDR.to_owned());
         let binary = binary.clone();
@@ -379,10 +375,5 @@ pub(crate) fn start(host: &Host, command: &[String]) -> Result<Process, LabError
 
 /// Writes a file that is private to a host.
 pub(crate) fn put(host: &Host, name: &str, bytes: &[u8]) -> Result<(), LabError> {
-    let path = host.outside(format!("{LAB_DIR}/{name}"));
-    let doing = |source| LabError::Io { doing: format!("write {}", path.display()), source };
-    if let Some(dir) = path.parent() {
-        std::fs::create_dir_all(dir).map_err(doing)?;
-    }
-    std::fs::write(&path, bytes).map_err(doing)
+    host.put(format!("{LAB_DIR}/{name}"), bytes)
 }

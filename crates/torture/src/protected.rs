@@ -10,7 +10,6 @@
 //! | `failover` | a spare | its ghost runs |
 //! | `exit` | a primary | the guest has ended |
 
-use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -116,7 +115,7 @@ impl Engine {
         let address = host.socket(STREAM_PORT);
         command.args(["spare", "--json", "--insecure", "--listen", &address.to_string()]);
         command.args(more);
-        let process = host.spawn(&mut command)?;
+        let process = host.spawn_agent(&mut command)?;
         wait_for_listener(&process, STREAM_PORT, HANG)?;
         Ok(process)
     }
@@ -140,7 +139,11 @@ impl Engine {
         for path in &self.replicated {
             command.arg("--files").arg(format!("replicate:{path}"));
         }
-        host.spawn(command.args(&self.more).arg("--").args(guest))
+        command.args(&self.more).arg("--").args(host.moves_to_its_processors()).args(guest);
+        for spare in spares {
+            spare.bring_for(&command)?;
+        }
+        host.spawn_agent(&mut command)
     }
 
     /// A number in the status of the only agent on a host.
@@ -165,7 +168,7 @@ impl Engine {
     /// Waits until what the guest of `primary` has done by `instant` is safe, or it has ended.
     pub fn committed_since(primary: &Process, instant: Instant) -> Result<(), LabError> {
         let is_since = |line: &Line| match event(line)? {
-            Event::Epoch { stop_ns, .. } => (stop_ns > instant.0).then_some(()),
+            Event::Epoch { stop_ns, .. } => (primary.instant(stop_ns) > instant).then_some(()),
             Event::Exit { .. } => Some(()),
             Event::Protected { .. } | Event::Failover(_) => None,
         };
@@ -222,7 +225,11 @@ impl Committed {
     /// From the output of a primary so far.
     pub fn of(primary: &Process) -> Committed {
         let stop = |line: &Line| match event(line)? {
-            Event::Epoch { epoch, stop_ns, .. } => Some((epoch, Instant(stop_ns))),
+            Event::Epoch { epoch, stop_ns, .. } => {
+                // Of none, where nothing was said.
+                let at = if stop_ns > 0 { primary.instant(stop_ns) } else { Instant(0) };
+                Some((epoch, at))
+            }
             Event::Protected { .. } | Event::Failover(_) | Event::Exit { .. } => None,
         };
         Committed { stops: primary.stdout().lines().iter().filter_map(stop).collect() }
@@ -253,7 +260,7 @@ fn missing(what: &str, process: &Process) -> LabError {
 pub fn wait_for_listener(process: &Process, port: u16, at_most: Duration) -> Result<(), LabError> {
     let deadline = Instant::now() + at_most;
     loop {
-        if ["tcp", "tcp6"].iter().any(|table| listens(process.pid(), table, port)) {
+        if ["tcp", "tcp6"].iter().any(|table| listens(process, table, port)) {
             return Ok(());
         }
         if process.try_wait().is_some() || Instant::now() > deadline {
@@ -265,8 +272,8 @@ pub fn wait_for_listener(process: &Process, port: u16, at_most: Duration) -> Res
 
 /// Reads `/proc/PID/net/tcp` (proc_net_tcp(5)): local address in the second column, state in the
 /// fourth, 0A is LISTEN.
-fn listens(pid: i32, table: &str, port: u16) -> bool {
-    let Ok(table) = fs::read_to_string(format!("/proc/{pid}/net/{table}")) else { return false };
+fn listens(process: &Process, table: &str, port: u16) -> bool {
+    let table = process.proc(&format!("net/{table}"));
     let local = format!(":{port:04X}");
     table.lines().skip(1).any(|line| {
         let mut columns = line.split_ascii_whitespace().skip(1);

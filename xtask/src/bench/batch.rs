@@ -9,6 +9,7 @@ use hotspare_torture::bench::{BatchBench, BatchProgram, BatchResult, batch, medi
 use hotspare_torture::programs::build_examples;
 use serde_json::json;
 
+use super::plot::{Axis, Curve, Panel, Plot};
 use super::report::{Common, Report, Table, wrapped};
 use crate::tree;
 
@@ -50,27 +51,34 @@ pub fn batches(arguments: &BatchArguments) -> Result<()> {
     let hotspare = tree::build_hotspare()?;
     let mut report = Report::new("batch", &arguments.common)?;
     let is_quick = arguments.common.quick;
-    let mut table = Table::new(&COLUMNS);
     let threads = if is_quick { &[2][..] } else { &arguments.threads };
-    for program in BatchProgram::ALL {
-        for &threads in threads {
-            let guarantees = &GUARANTEES[..if is_quick { 2 } else { 3 }];
-            let mut results = vec![Vec::new(); guarantees.len()];
-            for _ in 0..if is_quick { 1 } else { arguments.rounds } {
-                for (results, guarantee) in results.iter_mut().zip(guarantees) {
-                    let bench = bench(program, threads, &hotspare, guarantee.1, arguments);
-                    results.push(batch(&bench).with_context(|| program.name())?);
-                }
-            }
-            let alone = results[0].clone();
-            for (results, (guarantee, _)) in results.iter().zip(guarantees) {
-                table.row(cells(program, threads, guarantee, results, &alone));
-                let of = json!({ "program": program.name(), "threads": threads,
-                    "guarantee": guarantee });
-                report.add(of, results)?;
+    let guarantees = &GUARANTEES[..if is_quick { 2 } else { 3 }];
+    let runs = BatchProgram::ALL.iter().flat_map(|program| {
+        threads.iter().map(move |threads| (*program, *threads, vec![Vec::new(); guarantees.len()]))
+    });
+    let mut runs: Vec<(BatchProgram, usize, Vec<Vec<BatchResult>>)> = runs.collect();
+    let rounds = if is_quick { 1 } else { arguments.rounds };
+    for round in arguments.common.rounds("batch", rounds, 1.0) {
+        for (program, threads, all) in &mut runs {
+            for (results, guarantee) in all.iter_mut().zip(guarantees) {
+                let bench = bench(*program, *threads, &hotspare, guarantee.1, arguments);
+                let result = batch(&bench).with_context(|| program.name())?;
+                let (name, seconds) = (program.name(), result.seconds);
+                println!("round {round}, {name}, {threads}, {}: {seconds:.2} s", guarantee.0);
+                results.push(result);
             }
         }
     }
+    let mut table = Table::new(&COLUMNS);
+    for (program, threads, all) in &runs {
+        for (results, (guarantee, _)) in all.iter().zip(guarantees) {
+            table.row(cells(*program, *threads, guarantee, results, &all[0]));
+            let of = json!({ "program": program.name(), "threads": threads,
+                "guarantee": guarantee });
+            report.add(of, results)?;
+        }
+    }
+    report.plot(plot(&runs));
     let about = format!(
         "`examples/batch`: swaptions computes (64 options, {} trials), streamcluster writes 4 MiB \
          again and again ({} blocks). A checkpoint every {} ms, {} rounds, medians. Time: what the \
@@ -83,9 +91,47 @@ pub fn batches(arguments: &BatchArguments) -> Result<()> {
         BatchProgram::Swaptions.size(is_quick),
         BatchProgram::Streamcluster.size(is_quick),
         arguments.epoch_ms,
-        arguments.rounds,
+        runs[0].2[0].len(),
     );
     report.finish("batch", &format!("{}\n{}", wrapped(&about), table.text))
+}
+
+/// Over the programs: what each run took longer than the one of its round without protection, and
+/// the processor time that this was.
+fn plot(runs: &[(BatchProgram, usize, Vec<Vec<BatchResult>>)]) -> Plot {
+    let name = |(program, threads, _): &(BatchProgram, usize, _)| {
+        let s = if *threads == 1 { "" } else { "s" };
+        format!("{}, {threads} thread{s}", program.name())
+    };
+    let names: Vec<String> = runs.iter().map(name).collect();
+    let curve = |guarantee: usize, of: fn(&BatchResult) -> f64| Curve {
+        name: GUARANTEES[guarantee].0.to_owned(),
+        points: runs
+            .iter()
+            .enumerate()
+            .flat_map(|(place, (_, _, all))| {
+                let pairs = all[guarantee].iter().zip(&all[0]);
+                pairs.map(move |(with, without)| (place as f64, of(with) / of(without)))
+            })
+            .collect(),
+    };
+    let panel = |y: &str, of: fn(&BatchResult) -> f64| Panel {
+        x: Axis::names("program", &names),
+        y: Axis::linear(y),
+        curves: (1..runs[0].2.len()).map(|guarantee| curve(guarantee, of)).collect(),
+    };
+    Plot {
+        name: "programs".to_owned(),
+        title: "What protection takes from programs that only compute".to_owned(),
+        about: "each dot a run, against the one without protection of the same round (1)"
+            .to_owned(),
+        panels: vec![
+            panel("time, times that without", |one| one.seconds),
+            panel("processor time of both hosts, times that without", |one| {
+                one.primary_s + one.spare_s
+            }),
+        ],
+    }
 }
 
 fn bench(

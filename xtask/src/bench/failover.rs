@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hotspare_torture::bench::{
     FailoverBench, FailoverResult, PauseBench, Spread, Victim, failover,
@@ -54,6 +54,22 @@ impl FailoverArguments {
         }
     }
 
+    /// Under `output-commit`, and also when less than the host dies.
+    pub fn unnoticed(common: Common) -> FailoverArguments {
+        let mut dies = vec![Victim::Host, Victim::Agent, Victim::Guest];
+        if !common.hosts.is_empty() {
+            dies.truncate(2);
+        }
+        FailoverArguments {
+            keys: vec![100_000],
+            dies,
+            guarantee: "output-commit".to_owned(),
+            count: 20,
+            rate: 400.0,
+            ..FailoverArguments::with(common)
+        }
+    }
+
     fn keys(&self) -> &[u64] {
         if self.common.quick { &[1000] } else { &self.keys }
     }
@@ -94,23 +110,34 @@ pub fn failovers(arguments: &FailoverArguments) -> Result<()> {
     if let Some(rev) = &arguments.common.against {
         return compare("failover", &arguments.common, rev, &cases(arguments));
     }
+    ensure!(
+        arguments.common.hosts.is_empty() || !arguments.dies.contains(&Victim::Guest),
+        "the guest of a real host is not killed alone: --dies host,agent"
+    );
     let hotspare = tree::build_hotspare()?;
     let mut report = Report::new("failover", &arguments.common)?;
     let mut table = Table::new(&COLUMNS);
-    let mut all = Vec::new();
-    for &keys in arguments.keys() {
-        for &victim in &arguments.dies {
-            let bench = arguments.bench(&hotspare, keys, victim);
-            let results = (0..arguments.count()).map(|_| Ok(failover(&bench)?));
-            let results = results.collect::<Result<Vec<_>>>()?;
-            row(&mut table, keys, victim, &results);
-            let of = json!({ "keys": keys, "dies": victim.to_string(),
-                "guarantee": arguments.guarantee });
-            report.add(of, &results)?;
-            all.push((keys, victim, results));
+    let deaths = arguments.keys().iter().flat_map(|keys| {
+        arguments.dies.iter().map(move |victim| (*keys, *victim, Vec::<FailoverResult>::new()))
+    });
+    let mut all: Vec<_> = deaths.collect();
+    for round in arguments.common.rounds("failover", arguments.count(), 1.0) {
+        for (keys, victim, results) in &mut all {
+            let result = failover(&arguments.bench(&hotspare, *keys, *victim));
+            let result = result.with_context(|| format!("{keys} keys, the {victim} dies"))?;
+            println!("round {round}, {keys} keys, {victim}: {:.0} ms", result.outage_ms);
+            results.push(result);
         }
     }
-    report.plot(plot(arguments, &all));
+    for (keys, victim, results) in &all {
+        row(&mut table, *keys, *victim, results);
+        let of = json!({ "keys": keys, "dies": victim.to_string(),
+            "guarantee": arguments.guarantee });
+        report.add(of, results)?;
+    }
+    if arguments.keys().len() > 1 {
+        report.plot(plot(arguments, &all));
+    }
     let about = format!(
         "Redis, values of 72 bytes, `--guarantee {}`, under {} requests a second on 8 connections, \
          a tenth of them writes. Clients wait: the longest time without any reply around the \

@@ -15,7 +15,7 @@ use super::plot::{Axis, Curve, Panel, Plot};
 use super::report::{Common, Report, Table, wrapped};
 use crate::tree;
 
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct LatencyArguments {
     #[command(flatten)]
     common: Common,
@@ -85,6 +85,15 @@ impl LatencyArguments {
         all.iter().copied().filter(move |server| self.servers.is_empty() || named(server))
     }
 
+    /// With loads that fit into the minutes that there are: three for each of the ways a server is
+    /// kept, and a quarter more before each.
+    fn fitting(&self) -> LatencyArguments {
+        let ways = if self.no_timeline { 3 } else { 4 };
+        let labs = (self.chosen().count() * ways * self.rounds) as f64;
+        let seconds = self.common.seconds("latency", self.seconds, labs * 3.75, labs * 3.0);
+        LatencyArguments { seconds, ..self.clone() }
+    }
+
     fn bench(
         &self,
         server: &'static str,
@@ -112,6 +121,7 @@ pub fn latencies(arguments: &LatencyArguments) -> Result<()> {
         return compare("latency", &arguments.common, rev, &cases(arguments));
     }
     let hotspare = tree::build_hotspare()?;
+    let arguments = &arguments.fitting();
     let mut report = Report::new("latency", &arguments.common)?;
     let (mut table, mut parts) = (Table::new(&COLUMNS), Table::quiet(&COLUMNS_OF_PARTS));
     let mut all = Vec::new();

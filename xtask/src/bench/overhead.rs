@@ -133,17 +133,19 @@ pub fn overheads(arguments: &OverheadArguments) -> Result<()> {
     let shortened = arguments.common.quick.then(|| arguments.shortened());
     let arguments = shortened.as_ref().unwrap_or(arguments);
     ensure!(arguments.common.against.is_none(), "bench overhead compares with peers, not commits");
-    let tools = Tools { hotspare: tree::build_hotspare()?, criu: criu(arguments.common.quick) };
     let mut report = Report::new("overhead", &arguments.common)?;
-    let mut text = wrapped(&about(arguments));
+    let tools = Tools { hotspare: tree::build_hotspare()?, criu: criu(&arguments.common) };
+    let mut text = String::new();
     let ways = if arguments.common.quick { &SHORT[..] } else { &Way::ALL[..] };
     let (mut rows, intervals) = match &arguments.from {
         Some(path) => earlier(path, &mut text)?,
         None => (
-            side_by_side(arguments, &tools, ways, arguments.interval_ms)?,
+            side_by_side(arguments, &tools, ways, arguments.interval_ms, ("overhead", 0.5))?,
             over_intervals(arguments, &tools)?,
         ),
     };
+    let rounds = |rows: &[Row]| rows.first().map_or(0, |row| row.rounds.len());
+    text.insert_str(0, &wrapped(&about(arguments, rounds(&rows))));
     for (number, &writes) in arguments.writes.iter().enumerate() {
         println!("\n{:.0} % writes", writes * 100.0);
         let mut table = Table::new(&COLUMNS);
@@ -210,7 +212,7 @@ fn earlier(path: &Path, text: &mut String) -> Result<(Vec<Row>, Vec<Row>)> {
     Ok((first, second))
 }
 
-fn about(arguments: &OverheadArguments) -> String {
+fn about(arguments: &OverheadArguments, rounds: usize) -> String {
     format!(
         "Redis, {} records of {} bytes, {} connections; {} rounds, all ways one after the other in \
          each, {} s for each load; medians over the rounds. A checkpoint or image every {} ms, or \
@@ -223,7 +225,7 @@ fn about(arguments: &OverheadArguments) -> String {
         arguments.keys,
         arguments.value_bytes,
         arguments.connections,
-        arguments.rounds,
+        rounds,
         arguments.seconds,
         arguments.interval_ms,
         arguments.rate,
@@ -231,9 +233,12 @@ fn about(arguments: &OverheadArguments) -> String {
 }
 
 /// CRIU, or why there is none. A short run fetches nothing.
-fn criu(is_short: bool) -> Result<PathBuf, String> {
+fn criu(common: &Common) -> Result<PathBuf, String> {
+    if !common.hosts.is_empty() {
+        return Err("its images are read from this machine's disk, not over --hosts".to_owned());
+    }
     let here = tree::target().join("peers/criu/criu");
-    if is_short && !here.is_file() {
+    if common.quick && !here.is_file() {
         return Err("not fetched yet (scripts/peers/criu)".to_owned());
     }
     let script = tree::root().join("scripts/peers/criu");
@@ -253,13 +258,14 @@ fn side_by_side(
     tools: &Tools,
     ways: &[Way],
     interval_ms: u64,
+    (what, part): (&'static str, f64),
 ) -> Result<Vec<Row>> {
     let ways = ways.iter().copied().filter(|way| *way != Way::Criu || tools.criu.is_ok());
     let shares = arguments.writes.len();
     let make =
         |way| (0..shares).map(move |_| Row { way, interval_ms, rounds: vec![], alone: vec![] });
     let mut rows: Vec<Row> = ways.flat_map(make).collect();
-    for round in 0..arguments.rounds {
+    for round in arguments.common.rounds(what, arguments.rounds, part) {
         let mut alone = vec![0.0; shares];
         for one in rows.chunks_mut(shares) {
             let way = one[0].way;
@@ -337,10 +343,14 @@ fn over_intervals(arguments: &OverheadArguments, tools: &Tools) -> Result<Vec<Ro
     (bench.keys, bench.value_bytes) = (arguments.keys, arguments.value_bytes);
     (bench.connections, bench.rounds) = (arguments.connections, arguments.rounds);
     (bench.writes, bench.rate, bench.seconds) = (vec![0.5], 0.0, arguments.seconds);
+    // At least two images of each.
+    let seconds = |interval_ms: u64| arguments.seconds.max(interval_ms as f64 * 2.0 / 1e3);
+    let all_s: f64 = arguments.intervals_ms.iter().map(|ms| seconds(*ms)).sum();
     for &interval_ms in &arguments.intervals_ms {
-        // At least two images of each.
-        bench.seconds = arguments.seconds.max(interval_ms as f64 * 2.0 / 1e3);
-        rows.extend(side_by_side(&bench, tools, &WITH_INTERVAL, interval_ms)?);
+        bench.seconds = seconds(interval_ms);
+        let part = 0.5 * bench.seconds / all_s;
+        let what = ("overhead over intervals", part);
+        rows.extend(side_by_side(&bench, tools, &WITH_INTERVAL, interval_ms, what)?);
     }
     Ok(rows)
 }
@@ -365,10 +375,15 @@ fn interval_text(arguments: &OverheadArguments, rows: &[Row]) -> String {
             table.row([way.name().to_owned()].into_iter().chain(cells));
         }
     }
-    let about = "Over the interval between checkpoints or images (CheckSync, table 5.4), half of \
-                 the requests writes: replies a second of the saturated Redis, part kept of the \
-                 unprotected one of the same rounds, images a second that were made in fact.";
-    format!("\n{}\n{}", wrapped(about), table.text)
+    let counts = rows.iter().map(|row| row.rounds.len());
+    let (fewest, most) = (counts.clone().min().unwrap_or(0), counts.max().unwrap_or(0));
+    let rounds = if fewest == most { most.to_string() } else { format!("{fewest} to {most}") };
+    let about = format!(
+        "Over the interval between checkpoints or images (CheckSync, table 5.4), half of the \
+         requests writes, {rounds} rounds: replies a second of the saturated Redis, part kept of \
+         the unprotected one of the same rounds, images a second that were made in fact."
+    );
+    format!("\n{}\n{}", wrapped(&about), table.text)
 }
 
 fn plot(rows: &[Row]) -> Plot {

@@ -14,7 +14,7 @@ use super::plot::{Axis, Curve, Panel, Plot};
 use super::report::{Common, Report, Table, wrapped};
 use crate::tree;
 
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct PauseArguments {
     #[command(flatten)]
     common: Common,
@@ -60,6 +60,18 @@ impl PauseArguments {
         beds.collect()
     }
 
+    /// With loads that fit into the minutes that there are: three without checkpoints and two for
+    /// each mode, each kind in a lab of its own that is filled at half a million keys a second.
+    fn fitting(&self) -> PauseArguments {
+        let modes = if self.no_stop_and_copy { 1.0 } else { 2.0 };
+        let beds = self.beds();
+        let filling = |(keys, _): &(u64, f64)| 2.0 + *keys as f64 / 5e5;
+        let others_s = beds.iter().map(filling).sum::<f64>() * (3.0 + modes);
+        let loads = beds.len() as f64 * (3.0 + modes * 2.0);
+        let seconds = self.common.seconds("pause", self.seconds, loads, others_s);
+        PauseArguments { seconds, ..self.clone() }
+    }
+
     fn length(&self) -> Duration {
         Duration::from_secs_f64(if self.common.quick { 0.3 } else { self.seconds })
     }
@@ -71,6 +83,7 @@ pub fn pauses(arguments: &PauseArguments) -> Result<()> {
         return compare("pause", &arguments.common, rev, &cases(arguments));
     }
     let hotspare = tree::build_hotspare()?;
+    let arguments = &arguments.fitting();
     let mut report = Report::new("pause", &arguments.common)?;
     let mut all = Vec::new();
     let (mut overview, mut parts) = tables();

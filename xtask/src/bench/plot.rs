@@ -9,6 +9,8 @@ use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (1060, 0);
 const PANEL_HEIGHT: u32 = 380;
+const PANEL_WIDTH: u32 = SIZE.0 / 2;
+const LEGEND_ROW: i32 = 18;
 const TITLE_HEIGHT: u32 = 64;
 const INK: RGBColor = RGBColor(31, 41, 51);
 const FAINT: RGBColor = RGBColor(97, 110, 124);
@@ -143,7 +145,8 @@ impl Plot {
     /// Draws it into a file.
     pub fn draw(&self, path: &Path) -> Result<()> {
         let rows = self.panels.len().div_ceil(2) as u32;
-        let size = (SIZE.0, TITLE_HEIGHT + rows * PANEL_HEIGHT);
+        let legend = self.panels.iter().map(Panel::legend_height).max().unwrap_or(0);
+        let size = (SIZE.0, TITLE_HEIGHT + rows * (PANEL_HEIGHT + legend));
         let paper = SVGBackend::new(path, size).into_drawing_area();
         self.put(&paper).map_err(|error| anyhow!("draw {}: {error}", path.display()))
     }
@@ -165,7 +168,37 @@ impl Plot {
 }
 
 impl Panel {
+    /// Where the words of the legend stand: over the curves, so that they hide none.
+    fn legend(&self) -> Vec<(i32, i32)> {
+        let most = PANEL_WIDTH as i32 - 30;
+        let (mut x, mut y) = (0, 0);
+        let place = |curve: &Curve| {
+            // A sans-serif of 13 pixels is some 7 wide.
+            let width = 28 + 7 * curve.name.chars().count() as i32;
+            if x > 0 && x + width > most {
+                (x, y) = (0, y + LEGEND_ROW);
+            }
+            let here = (x, y);
+            x += width;
+            here
+        };
+        self.curves.iter().map(place).collect()
+    }
+
+    fn legend_height(&self) -> u32 {
+        self.legend().last().map_or(0, |(_, y)| (y + LEGEND_ROW) as u32 + 8)
+    }
+
     fn put(&self, place: &DrawingArea<SVGBackend<'_>, Shift>) -> Result<()> {
+        let (head, place) = place.split_vertically(self.legend_height());
+        for ((number, curve), (x, y)) in self.curves.iter().enumerate().zip(self.legend()) {
+            let colour = COLOURS[number % COLOURS.len()];
+            let (x, y) = (x + 20, y + 8);
+            head.draw(&Rectangle::new([(x, y - 1), (x + 12, y + 7)], colour.filled()))?;
+            let words = ("sans-serif", 13).into_font().color(&INK);
+            head.draw(&Text::new(curve.name.clone(), (x + 17, y - 4), words))?;
+        }
+        let place = &place;
         let points = || self.curves.iter().flat_map(|curve| &curve.points);
         let x = self.x.range(points().map(|point| point.0));
         let y = self.y.range(points().map(|point| point.1));
@@ -220,17 +253,8 @@ impl Panel {
                 chart.draw_series(LineSeries::new(points.clone(), colour.stroke_width(2)))?;
             }
             let dots = points.iter().map(|point| Circle::new(*point, 4, colour.filled()));
-            chart.draw_series(dots)?.label(curve.name.clone()).legend(move |(x, y)| {
-                Rectangle::new([(x, y - 4), (x + 12, y + 4)], colour.filled())
-            });
+            chart.draw_series(dots)?;
         }
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::UpperLeft)
-            .background_style(WHITE.mix(0.85))
-            .border_style(GRID)
-            .label_font(words.color(&INK))
-            .draw()?;
         Ok(())
     }
 }
@@ -260,6 +284,21 @@ mod tests {
         for word in ["Pause over threads", "asleep", "threads", "pause, µs", "p99", "nginx"] {
             assert!(svg.contains(word), "{word} is not in the plot");
         }
+    }
+
+    #[test]
+    fn a_legend_that_is_too_wide_goes_on_in_the_next_row() {
+        let curve = |name: &str| Curve { name: name.to_owned(), points: vec![(1.0, 1.0)] };
+        let (x, y) = (Axis::linear("x"), Axis::linear("y"));
+        let panel = |count: usize| Panel {
+            x: x.clone(),
+            y: y.clone(),
+            curves: (0..count).map(|_| curve("Hotspare stop-and-copy")).collect(),
+        };
+        assert!(panel(2).legend().iter().all(|place| place.1 == 0));
+        let rows: Vec<i32> = panel(5).legend().iter().map(|place| place.1 / LEGEND_ROW).collect();
+        assert_eq!(rows, [0, 0, 1, 1, 2]);
+        assert!(panel(5).legend_height() > panel(2).legend_height());
     }
 
     #[test]

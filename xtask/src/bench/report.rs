@@ -3,9 +3,11 @@
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
+use hotspare_torture::lab::ground::{self, Ground, Pins};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -27,6 +29,90 @@ pub struct Common {
     /// How often each commit has its turn
     #[arg(long, default_value_t = 10)]
     pub turns: usize,
+    /// Minutes that a suite may take, more or less: fewer rounds, or shorter loads
+    #[arg(long)]
+    pub minutes: Option<f64>,
+    /// Real hosts that `ssh` reaches as root, the first has the guest, the others are spares;
+    /// clients run here. They get addresses in 10.77.0.0/24 for that time, on the interfaces
+    /// between them and here
+    #[arg(long, value_delimiter = ',', value_name = "A,B", conflicts_with = "pin")]
+    pub hosts: Vec<String>,
+    /// How hosts are reached, with its options
+    #[arg(long, default_value = "ssh", value_name = "COMMAND")]
+    pub ssh: String,
+    /// Processors of client, guest, primary's and spare's agent, as in 0,1,2,3 or 0-1,2,3,3. By
+    /// itself where there are four or more; `none` pins nothing
+    #[arg(long, value_name = "CLIENT,GUEST,PRIMARY,SPARE")]
+    pub pin: Option<String>,
+}
+
+impl Common {
+    /// Where all labs of this program are: real hosts, or pinned ones on this machine.
+    fn choose_ground(&self) -> Result<&'static Ground> {
+        if !self.hosts.is_empty() {
+            let ssh = self.ssh.split_ascii_whitespace().map(str::to_owned).collect();
+            return Ok(ground::choose(Ground::Real { hosts: self.hosts.clone(), ssh }));
+        }
+        let here = ground::processors().context("read the processors of this program")?;
+        let pins = match self.pin.as_deref() {
+            None => Pins::of(&here),
+            Some("none") => None,
+            Some(said) => Some(Pins::parse(said, &here).map_err(anyhow::Error::msg)?),
+        };
+        Ok(ground::choose(Ground::Here(pins)))
+    }
+
+    /// The rounds of a suite, no more than `most`; says how long they take as soon as one is over.
+    /// With `--minutes`, none begins that would not be over by then; `part` of it is for these.
+    pub fn rounds(&self, what: &'static str, most: usize, part: f64) -> Rounds {
+        let at_most = self.minutes.map(|minutes| Duration::from_secs_f64(minutes * 60.0 * part));
+        Rounds { what, most, at_most, begun: Instant::now(), done: 0 }
+    }
+
+    /// Seconds that each of `count` loads can be measured, at most as wanted, where everything
+    /// else takes `others_s`; says how long that will be.
+    pub fn seconds(&self, what: &str, wanted: f64, count: f64, others_s: f64) -> f64 {
+        let fitting = self.minutes.map(|minutes| (minutes * 60.0 - others_s) / count);
+        let seconds = fitting.map_or(wanted, |fitting| fitting.clamp(wanted.min(1.0), wanted));
+        let all = Duration::from_secs_f64(others_s + count * seconds);
+        println!("{what}: {count:.0} loads of {seconds:.1} s, about {} in all", minutes(all));
+        seconds
+    }
+}
+
+/// Rounds of a suite, as an iterator over their numbers.
+pub struct Rounds {
+    what: &'static str,
+    most: usize,
+    at_most: Option<Duration>,
+    begun: Instant,
+    done: usize,
+}
+
+impl Iterator for Rounds {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        let (done, took) = (self.done, self.begun.elapsed());
+        let after = |rounds: usize| took.mul_f64(rounds as f64 / done.max(1) as f64);
+        let fits = |rounds: &usize| self.at_most.is_none_or(|most| after(*rounds) <= most);
+        let all = (1..=self.most).rev().find(fits).unwrap_or(1);
+        if done == 1 {
+            let (what, each) = (self.what, minutes(took));
+            println!("{what}: a round took {each}; {all} rounds, {} in all", minutes(after(all)));
+        }
+        (done == 0 && self.most > 0 || done < all).then(|| {
+            self.done += 1;
+            done
+        })
+    }
+}
+
+fn minutes(span: Duration) -> String {
+    match span.as_secs_f64() {
+        seconds if seconds < 90.0 => format!("{seconds:.0} s"),
+        seconds => format!("{:.0} min", seconds / 60.0),
+    }
 }
 
 /// Everything that one run of a suite has measured.
@@ -41,7 +127,8 @@ pub struct Report {
 impl Report {
     /// Of a suite that begins now.
     pub fn new(suite: &'static str, common: &Common) -> Result<Report> {
-        let about = Provenance::now()?;
+        let about =
+            Provenance { ground: common.choose_ground()?.to_string(), ..Provenance::now()? };
         Ok(Report { suite, about, common: common.clone(), results: vec![], plots: vec![] })
     }
 
@@ -110,6 +197,8 @@ pub struct Provenance {
     memory_gib: u64,
     /// Of the last minute, before the suite began: what else was running.
     load: f64,
+    /// Which hosts, and what is pinned where.
+    ground: String,
 }
 
 impl Provenance {
@@ -143,19 +232,20 @@ impl Provenance {
             processors: models.count(),
             memory_gib: kib.unwrap_or_default().div_ceil(1 << 20),
             load: load.unwrap_or_default(),
+            ground: String::new(),
         })
     }
 
     fn text(&self) -> String {
         let made = format!(
-            "{}, commit {}, {} × {}, {} GiB, Linux {}, all hosts on one machine, nothing pinned, \
-             load average {:.1} before it began.",
+            "{}, commit {}, {} × {}, {} GiB, Linux {}, {}, load average {:.1} before it began.",
             self.date,
             self.commit,
             self.processors,
             self.processor,
             self.memory_gib,
             self.kernel,
+            self.ground,
             self.load
         );
         let other = self.program.as_ref().map(|path| format!(" The program is {path}."));
@@ -241,6 +331,30 @@ mod tests {
         assert!(text.lines().all(|line| line.len() <= 100) && text.lines().count() == 3);
         assert_eq!(text.split_whitespace().count(), 80);
         assert_eq!(wrapped("short"), "short\n");
+    }
+
+    #[test]
+    fn rounds_end_when_the_next_would_be_late() {
+        let rounds = |most, at_most: Option<u64>| {
+            let begun = Instant::now() - Duration::from_secs(60);
+            let at_most = at_most.map(Duration::from_secs);
+            // Two are over: 30 s each.
+            Rounds { what: "x", most, at_most, begun, done: 2 }
+        };
+        assert_eq!(rounds(3, None).next(), Some(2));
+        assert_eq!(rounds(2, None).next(), None);
+        assert_eq!(rounds(5, Some(100)).next(), Some(2));
+        assert_eq!(rounds(5, Some(80)).next(), None);
+        // One there is in any case.
+        assert_eq!(Rounds { done: 0, ..rounds(5, Some(1)) }.next(), Some(0));
+    }
+
+    #[test]
+    fn loads_get_shorter_to_fit() {
+        let common = |minutes| Common { minutes, ..Common::default() };
+        assert_eq!(common(None).seconds("x", 5.0, 100.0, 60.0), 5.0);
+        assert_eq!(common(Some(6.0)).seconds("x", 5.0, 100.0, 60.0), 3.0);
+        assert_eq!(common(Some(1.0)).seconds("x", 5.0, 100.0, 60.0), 1.0);
     }
 
     #[test]

@@ -41,7 +41,7 @@ enum Direction {
     Epoch,
 }
 
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct ScaleArguments {
     #[command(flatten)]
     common: Common,
@@ -59,6 +59,23 @@ pub struct ScaleArguments {
 impl ScaleArguments {
     pub fn with(common: Common) -> ScaleArguments {
         ScaleArguments { common, over: vec![], values: vec![], seconds: 5.0 }
+    }
+
+    /// With loads that fit into the minutes that there are. Some get more time, until they have
+    /// their twenty checkpoints; the largest guests are filled and shipped first.
+    fn fitting(&self) -> ScaleArguments {
+        let values: Vec<_> = directions(self)
+            .into_iter()
+            .flat_map(|(direction, values)| values.into_iter().map(move |value| (direction, value)))
+            .collect();
+        let filling = |(direction, value): &(Direction, u64)| match direction {
+            Direction::Memory => 3.0 + *value as f64 / 200.0,
+            _ => 4.0,
+        };
+        let others_s = values.iter().map(filling).sum();
+        let loads = values.len() as f64 * 1.3;
+        let seconds = self.common.seconds("scale", self.seconds, loads, others_s);
+        ScaleArguments { seconds, ..self.clone() }
     }
 }
 
@@ -130,6 +147,7 @@ pub fn scales(arguments: &ScaleArguments) -> Result<()> {
         return compare("scale", &arguments.common, rev, &cases(arguments, &load));
     }
     let hotspare = tree::build_hotspare()?;
+    let arguments = &arguments.fitting();
     let mut report = Report::new("scale", &arguments.common)?;
     let mut text = wrapped(&about(arguments));
     for (direction, values) in directions(arguments) {
@@ -183,9 +201,10 @@ fn about(arguments: &ScaleArguments) -> String {
     format!(
         "A program of ours (`bench/load.c`) that grows in one direction at a time; otherwise it \
          has {MEMORY_MB} MB, writes to {PAGES_PER_S} random pages a second (8 bytes each; over the \
-         length of an epoch 10,000), and there is a checkpoint every {EPOCH_MS} ms. {} s for each \
-         value, longer until there were 20 checkpoints. Pause p50 / p99 / max, its parts p50; CPU \
-         as a part of one processor; RSS: the most so far, the first copy included.",
+         length of an epoch 10,000), and there is a checkpoint every {EPOCH_MS} ms. {:.1} s for \
+         each value, longer until there were 20 checkpoints. Pause p50 / p99 / max, its parts p50; \
+         CPU as a part of one processor; resident memory at the end, in brackets the most that the \
+         agent had before, the first copy included; kept: what the guest and its ghost have.",
         arguments.seconds
     )
 }
@@ -195,7 +214,13 @@ fn columns(direction: Direction) -> Vec<&'static str> {
     let parts = parts.map(|part| part.trim_end_matches("_us"));
     let (first, last) = (
         [direction.label(), "checkpoints/s", "pause µs"],
-        ["bytes/epoch", "commit ms", "CPU % run / spare", "RSS MB run / spare"],
+        [
+            "bytes/epoch",
+            "commit ms",
+            "CPU % run / spare",
+            "RSS MB run (most) / spare (most)",
+            "kept MB guest / ghost",
+        ],
     );
     first.into_iter().chain(parts).chain(last).collect()
 }
@@ -214,7 +239,10 @@ fn row(value: u64, result: &ScaleResult) -> Vec<String> {
     cells.push(format!("{:.0}", spread("bytes").p50));
     cells.push(format!("{:.1}", spread("commit_ms").p50));
     cells.push(result.used.map(|used| format!("{:.1}", used * 100.0)).join(" / "));
-    cells.push(result.rss_mb.map(|mb| format!("{mb:.0}")).join(" / "));
+    let rss = result.rss_mb.iter().zip(&result.rss_most_mb);
+    let rss: Vec<String> = rss.map(|(now, most)| format!("{now:.0} ({most:.0})")).collect();
+    cells.push(rss.join(" / "));
+    cells.push(result.kept_mb.map(|mb| format!("{mb:.0}")).join(" / "));
     cells
 }
 
@@ -243,16 +271,29 @@ fn plot(direction: Direction, measured: &[(u64, ScaleResult)]) -> Plot {
         curve("hotspare run", &|result| result.used[0] * 100.0),
         curve("hotspare spare", &|result| result.used[1] * 100.0),
     ];
+    let commits = vec![
+        curve("p50", &|result| spread(result, "commit_ms").p50),
+        curve("p99", &|result| spread(result, "commit_ms").p99),
+    ];
+    let memory = vec![
+        curve("hotspare run", &|result| result.rss_mb[0]),
+        curve("its most", &|result| result.rss_most_mb[0]),
+        curve("hotspare spare", &|result| result.rss_mb[1]),
+        curve("its most", &|result| result.rss_most_mb[1]),
+        curve("guest", &|result| result.kept_mb[0]),
+        curve("ghost", &|result| result.kept_mb[1]),
+    ];
     Plot {
         name: direction.name(),
         title: format!("Checkpoints over {}", direction.label()),
-        about: "bench/load.c, primary, spare and guest on one machine; all scales logarithmic"
-            .to_owned(),
+        about: "bench/load.c; all scales logarithmic".to_owned(),
         panels: vec![
             panel("pause, µs", pauses),
             panel("parts of the pause, p50, µs", parts.collect()),
             panel("bytes on the wire", bytes),
             panel("processor time, % of one", used),
+            panel("from the stop until it is acknowledged, ms", commits),
+            panel("resident memory, MB", memory),
         ],
     }
 }

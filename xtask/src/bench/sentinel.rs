@@ -7,6 +7,7 @@ use clap::Args;
 use hotspare_torture::bench::{Keeper, RivalBench, RivalResult, Spread, rival};
 use serde_json::json;
 
+use super::plot::{Axis, Curve, Panel, Plot};
 use super::report::{Common, Report, Table, wrapped};
 use crate::tree;
 
@@ -57,7 +58,8 @@ pub fn sentinels(arguments: &SentinelArguments) -> Result<()> {
     let keepers = if is_quick { &Keeper::ALL[1..] } else { &Keeper::ALL[..] };
     let mut all: Vec<(Keeper, Vec<RivalResult>)> =
         keepers.iter().map(|keeper| (*keeper, vec![])).collect();
-    for turn in 0..if is_quick { 1 } else { arguments.count } {
+    let turns = if is_quick { 1 } else { arguments.count };
+    for turn in arguments.common.rounds("sentinel", turns, 1.0) {
         for (keeper, results) in &mut all {
             let bench = RivalBench {
                 keeper: *keeper,
@@ -95,7 +97,37 @@ pub fn sentinels(arguments: &SentinelArguments) -> Result<()> {
         arguments.epoch_ms,
         arguments.sentinel_ms
     );
+    report.plot(plot(&all));
     report.finish("sentinel", &format!("{}\n{}", wrapped(&about), table.text))
+}
+
+/// Every death as a dot, over who keeps the Redis.
+fn plot(all: &[(Keeper, Vec<RivalResult>)]) -> Plot {
+    let names: Vec<String> = all.iter().map(|(keeper, _)| keeper.name().to_owned()).collect();
+    let curve = |name: &str, of: fn(&RivalResult) -> f64| Curve {
+        name: name.to_owned(),
+        points: all
+            .iter()
+            .enumerate()
+            .flat_map(|(place, (_, results))| {
+                results.iter().map(move |one| (place as f64, of(one)))
+            })
+            .collect(),
+    };
+    let panel =
+        |y: Axis, curve| Panel { x: Axis::names("kept by", &names), y, curves: vec![curve] };
+    Plot {
+        name: "deaths".to_owned(),
+        title: "A host's death as clients of a Redis see it".to_owned(),
+        about: "each dot a death; left: logarithmic".to_owned(),
+        panels: vec![
+            panel(Axis::log("clients wait, ms"), curve("a death", |one| one.outage_ms)),
+            panel(
+                Axis::linear("acknowledged writes lost"),
+                curve("a death", |one| one.lost as f64),
+            ),
+        ],
+    }
 }
 
 const COLUMNS: [&str; 7] = [

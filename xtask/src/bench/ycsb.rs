@@ -135,7 +135,7 @@ pub fn ycsbs(arguments: &YcsbArguments) -> Result<()> {
     }
     let text = format!(
         "{}\n{}\n{}\n{}",
-        wrapped(&about(arguments)),
+        wrapped(&about(arguments, rows[0].rounds.len())),
         table.text,
         wrapped(
             "What was sent for the first checkpoint (everything) and for those after it under \
@@ -147,14 +147,14 @@ pub fn ycsbs(arguments: &YcsbArguments) -> Result<()> {
     report.finish("ycsb", &text)
 }
 
-fn about(arguments: &YcsbArguments) -> String {
+fn about(arguments: &YcsbArguments, rounds: usize) -> String {
     format!(
         "Core workloads of YCSB, by go-ycsb 1.0.1 (generators, clients and measurements are its \
          own; `tools/ycsb` takes its Redis binding): {} records of ten fields of 100 bytes in \
          hashes, {} operations by {} clients, each as fast as replies come, keys zipfian. A: half \
          updates of a field; B: 5 %. Time until all operations are done; latency as go-ycsb tells \
          it. {} rounds in turns, medians.",
-        arguments.records, arguments.operations, arguments.threads, arguments.rounds
+        arguments.records, arguments.operations, arguments.threads, rounds
     )
 }
 
@@ -166,7 +166,7 @@ fn measure(arguments: &YcsbArguments, tools: &Tools) -> Result<Vec<Row>> {
         rows.truncate(1);
     }
     rows.extend(arguments.intervals_ms.iter().map(|&ms| row(Way::Timeline, ms)));
-    for round in 0..arguments.rounds {
+    for round in arguments.common.rounds("ycsb", arguments.rounds, 0.9) {
         for row in &mut rows {
             let bench = arguments.bench(tools, row.way, row.interval_ms.max(1));
             let results = ycsb(&bench).with_context(|| row.way.name())?;

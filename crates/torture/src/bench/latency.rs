@@ -99,7 +99,7 @@ fn bed(bench: &LatencyBench) -> Result<Bed, LabError> {
         doing: format!("find the program {}", bench.server),
         source: std::io::ErrorKind::NotFound.into(),
     })?;
-    let stage = programs::stage(&program, 1, Some(Change::UnnoticedDeath))?;
+    let stage = programs::stage(&program, 1, Some(Change::UnnoticedDeath), 2)?;
     let page = format!("work/html{SMALL_PAGE}");
     programs::put(stage.lab.host(0), &page, body().as_bytes())?;
     let (spare, primary) = match &bench.protection {

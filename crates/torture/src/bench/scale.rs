@@ -52,8 +52,12 @@ pub struct ScaleResult {
     pub bytes_per_s: f64,
     /// Processor time of `hotspare run` and of `hotspare spare`, as a part of one processor.
     pub used: [f64; 2],
-    /// Most resident memory of `hotspare run` and of `hotspare spare`, guest and ghost aside, MB.
+    /// Resident memory of `hotspare run` and of `hotspare spare`, guest and ghost aside, MB.
     pub rss_mb: [f64; 2],
+    /// The most that they had until then, the first copy included, MB.
+    pub rss_most_mb: [f64; 2],
+    /// Resident memory of the guest and of the ghost, MB.
+    pub kept_mb: [f64; 2],
 }
 
 /// Measures, in a lab of its own.
@@ -77,7 +81,7 @@ pub fn scale(bench: &ScaleBench) -> Result<ScaleResult, LabError> {
     let held = connect(&lab, bench.connections)?;
     epoch_after(&primary, Instant::now())
         .map_err(|_| failed("a checkpoint of the guest", &[&primary, &spare]))?;
-    let result = measure(bench, &primary, &spare);
+    let result = measure(bench, &lab, [&primary, &spare]);
     drop(held);
     if primary.try_wait().is_some() || spare.try_wait().is_some() {
         return Err(failed("a guest that lives", &[&primary, &spare]));
@@ -85,7 +89,7 @@ pub fn scale(bench: &ScaleBench) -> Result<ScaleResult, LabError> {
     Ok(result)
 }
 
-fn measure(bench: &ScaleBench, primary: &Process, spare: &Process) -> ScaleResult {
+fn measure(bench: &ScaleBench, lab: &Lab, agents @ [primary, spare]: [&Process; 2]) -> ScaleResult {
     let used = || [used_s(primary), used_s(spare)];
     let (start, before) = (Instant::now(), used());
     let (mut end, mut count) = (start, 0);
@@ -105,7 +109,9 @@ fn measure(bench: &ScaleBench, primary: &Process, spare: &Process) -> ScaleResul
         epochs: values.into_iter().map(|(name, values)| (name, Spread::of(values))).collect(),
         epochs_per_s: count as f64 / seconds,
         used: [part(0), part(1)],
-        rss_mb: [primary, spare].map(|process| memory_mb(process.pid(), "VmHWM:")),
+        rss_mb: agents.map(|process| memory_mb(process, "VmRSS:")),
+        rss_most_mb: agents.map(|process| memory_mb(process, "VmHWM:")),
+        kept_mb: [0, 1].map(|number| lab.host(number).rss_mb_beside(agents[number])),
     }
 }
 

@@ -17,6 +17,8 @@ use crate::clock::Instant;
 const OWN_MOUNT: &str = "/run/hotspare-lab-cgroup2";
 /// A killed process may be in the middle of dumping gigabytes; this is a hang, not a duration.
 const DEATH_AT_MOST: Duration = Duration::from_secs(30);
+/// Who can be frozen is by then.
+const FROZEN_AT_MOST: Duration = Duration::from_millis(50);
 
 /// A cgroup that is removed, processes and all, when dropped.
 #[derive(Debug)]
@@ -66,10 +68,34 @@ impl Cell {
     }
 
     /// Freezes or thaws all processes; returns when it is so.
+    ///
+    /// A thread that waits for another of the same host without being able to be interrupted (for
+    /// a FUSE server, say) is never frozen in the eyes of the kernel. It stands still, too: then
+    /// it is enough that nobody uses a processor any more.
     pub(super) fn freeze(&self, frozen: bool) -> Result<(), LabError> {
         let digit = if frozen { "1" } else { "0" };
         self.write("cgroup.freeze", digit)?;
-        wait_for_event(&self.dir, &format!("frozen {digit}"))
+        let event = format!("frozen {digit}");
+        if !frozen || wait_for(&self.dir, &event, FROZEN_AT_MOST)? {
+            return if frozen { Ok(()) } else { wait_for_event(&self.dir, &event) };
+        }
+        let deadline = Instant::now() + DEATH_AT_MOST;
+        loop {
+            let before = self.used_s()?;
+            if wait_for(&self.dir, &event, FROZEN_AT_MOST)? || self.used_s()? == before {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                let what = format!("`{event}` in {}", self.dir.display());
+                return Err(LabError::Deadline { what, waited: DEATH_AT_MOST });
+            }
+        }
+    }
+
+    /// The processes in it.
+    pub(super) fn pids(&self) -> Vec<i32> {
+        let all = fs::read_to_string(self.dir.join("cgroup.procs")).unwrap_or_default();
+        all.lines().filter_map(|line| line.parse().ok()).collect()
     }
 
     pub(super) fn is_populated(&self) -> Result<bool, LabError> {
@@ -161,23 +187,31 @@ fn remove_empty(dir: &Path) -> io::Result<()> {
     fs::remove_dir(dir)
 }
 
-/// Waits for a line of `cgroup.events`; the kernel wakes us at each change of it.
+/// Waits for a line of `cgroup.events`, which is an error if it does not come.
 fn wait_for_event(dir: &Path, line: &str) -> Result<(), LabError> {
+    if wait_for(dir, line, DEATH_AT_MOST)? {
+        return Ok(());
+    }
+    let what = format!("`{line}` in {}", dir.join("cgroup.events").display());
+    Err(LabError::Deadline { what, waited: DEATH_AT_MOST })
+}
+
+/// Waits for a line of `cgroup.events`; the kernel wakes us at each change of it. Whether it came.
+fn wait_for(dir: &Path, line: &str, at_most: Duration) -> Result<bool, LabError> {
     let path = dir.join("cgroup.events");
     let doing = || format!("read {}", path.display());
     let mut file = File::open(&path).doing(doing)?;
-    let deadline = Instant::now() + DEATH_AT_MOST;
+    let deadline = Instant::now() + at_most;
     loop {
         let mut events = String::new();
         file.rewind().doing(doing)?;
         file.read_to_string(&mut events).doing(doing)?;
         if events.lines().any(|event| event == line) {
-            return Ok(());
+            return Ok(true);
         }
         let left = deadline.since(Instant::now());
         if left.is_zero() {
-            let what = format!("`{line}` in {}", path.display());
-            return Err(LabError::Deadline { what, waited: DEATH_AT_MOST });
+            return Ok(false);
         }
         let mut polled = [PollFd::new(file.as_fd(), PollFlags::POLLPRI)];
         let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);

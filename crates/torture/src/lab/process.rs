@@ -10,8 +10,12 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 
+use super::real::{PID, Real};
 use super::{Doing, LabError, lock};
 use crate::clock::Instant;
+
+/// Until a program of a real host has said that it runs.
+const START_AT_MOST: Duration = Duration::from_secs(60);
 
 /// A line of output and when it was read.
 #[derive(Clone, Debug)]
@@ -113,6 +117,8 @@ pub struct Process {
     stdout: Output,
     stderr: Output,
     end: Arc<(Mutex<Option<ExitStatus>>, Condvar)>,
+    /// The real host where it runs, and its process id there.
+    there: Option<(Arc<Real>, i32)>,
 }
 
 impl Process {
@@ -125,12 +131,44 @@ impl Process {
         let end = Arc::default();
         let reaper_end = Arc::clone(&end);
         std::thread::spawn(move || reap(child, &reaper_end));
-        Ok(Process { pid, name, stdout, stderr, end })
+        Ok(Process { pid, name, stdout, stderr, end, there: None })
     }
 
-    /// Its process id, on this machine.
+    /// Starts `ssh`, whose other end says its process id first.
+    pub(super) fn start_there(
+        command: &mut Command,
+        name: String,
+        host: &Arc<Real>,
+    ) -> Result<Process, LabError> {
+        let mut process = Process::start(command, name)?;
+        let pid = |line: &Line| line.text.strip_prefix(PID)?.parse::<i32>().ok();
+        let Some(pid) = process.stderr.find(START_AT_MOST, pid) else {
+            let what = format!("{}; it said {:?}", process.name, process.said());
+            return Err(LabError::Deadline { what, waited: START_AT_MOST });
+        };
+        process.there = Some((Arc::clone(host), pid));
+        Ok(process)
+    }
+
+    /// Its process id, on the machine where it runs.
     pub fn pid(&self) -> i32 {
-        self.pid.as_raw()
+        self.there.as_ref().map_or(self.pid.as_raw(), |(_, pid)| *pid)
+    }
+
+    /// A file of its `/proc/PID`; empty if it is gone.
+    pub fn proc(&self, name: &str) -> String {
+        match &self.there {
+            Some((host, pid)) => host.proc(*pid, name),
+            None => {
+                std::fs::read_to_string(format!("/proc/{}/{name}", self.pid)).unwrap_or_default()
+            }
+        }
+    }
+
+    /// An instant of its clock on ours: real hosts have clocks of their own.
+    pub fn instant(&self, ns: u64) -> Instant {
+        let lag_ns = self.there.as_ref().map_or(0, |(host, _)| host.lag_ns());
+        Instant(ns.saturating_add_signed(lag_ns))
     }
 
     /// What it writes to its standard output.
@@ -150,6 +188,9 @@ impl Process {
 
     /// Sends a signal to it alone. One that has ended takes no notice.
     pub fn signal(&self, signal: Signal) -> Result<(), LabError> {
+        if let Some((host, pid)) = &self.there {
+            return host.signal(*pid, signal);
+        }
         // It cannot be reaped, and so its pid not be used again, while we hold the lock.
         let end = lock(&self.end.0);
         if end.is_none() {
@@ -185,6 +226,10 @@ impl Drop for Process {
     fn drop(&mut self) {
         // It may have ended already; then there is nothing to kill.
         let _ = self.signal(Signal::SIGKILL);
+        if self.there.take().is_some() {
+            // And the `ssh` that has started it.
+            let _ = self.signal(Signal::SIGKILL);
+        }
     }
 }
 
