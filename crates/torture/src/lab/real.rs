@@ -219,7 +219,7 @@ impl Real {
             "nft delete table netdev hotspare_bench 2> /dev/null; echo 1 > {group}/cgroup.kill; \
              ip address del 10.77.0.{number}/24 dev {device}; \
              ip address del {SERVICE_CIDR} dev {device} 2> /dev/null; \
-             for wait in 1 2 3 4 5 6 7 8 9; do rmdir {group} 2> /dev/null && break; sleep 0.1; done; \
+             for wait in 1 2 3 4 5 6 7 8; do rmdir {group} 2> /dev/null && break; sleep 0.1; done; \
              true"
         );
         if let Err(error) = self.sh(&script) {
