@@ -7,14 +7,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use hotspare_kernel::netlink::{LinkIndex, Mac};
 use hotspare_kernel::{Result, socket};
 
-const BROADCAST: Mac = [0xff; 6];
+pub(crate) const BROADCAST: Mac = [0xff; 6];
 /// ff02::1 as Ethernet sees it (RFC 2464).
 const ALL_NODES_MAC: Mac = [0x33, 0x33, 0, 0, 0, 1];
 const ALL_NODES: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1);
-const ETHERTYPE_ARP: u16 = 0x0806;
-const ETHERTYPE_IPV6: u16 = 0x86dd;
-const NEXT_HEADER_ICMPV6: u8 = 58;
-const NEIGHBOUR_ADVERTISEMENT: u8 = 136;
+pub(crate) const ETHERTYPE_ARP: u16 = 0x0806;
+pub(crate) const ETHERTYPE_IPV6: u16 = 0x86dd;
+pub(crate) const NEXT_HEADER_ICMPV6: u8 = 58;
+pub(crate) const NEIGHBOUR_ADVERTISEMENT: u8 = 136;
 /// Override what the neighbours believe (RFC 4861, 4.4).
 const FLAG_OVERRIDE: u8 = 0x20;
 
@@ -47,20 +47,26 @@ fn advertisement(address: Ipv6Addr, mac: Mac) -> Vec<u8> {
     // Option: target's link-layer address, one unit of eight bytes.
     message.extend([2, 1]);
     message.extend(mac);
-    let checksum = icmpv6_checksum(address, ALL_NODES, &message);
-    message[2..4].copy_from_slice(&checksum.to_be_bytes());
     let mut frame = ethernet(ALL_NODES_MAC, mac, ETHERTYPE_IPV6);
-    frame.extend([0x60, 0, 0, 0]);
-    frame.extend((message.len() as u16).to_be_bytes());
-    // Hop limit 255, or it is not believed.
-    frame.extend([NEXT_HEADER_ICMPV6, 255]);
-    frame.extend(address.octets());
-    frame.extend(ALL_NODES.octets());
-    frame.extend(message);
+    frame.extend(icmpv6(address, ALL_NODES, message));
     frame
 }
 
-fn ethernet(to: Mac, from: Mac, ethertype: u16) -> Vec<u8> {
+/// The packet of a neighbour's message, which gets its checksum.
+pub(crate) fn icmpv6(from: Ipv6Addr, to: Ipv6Addr, mut message: Vec<u8>) -> Vec<u8> {
+    let checksum = icmpv6_checksum(from, to, &message);
+    message[2..4].copy_from_slice(&checksum.to_be_bytes());
+    let mut packet = vec![0x60, 0, 0, 0];
+    packet.extend((message.len() as u16).to_be_bytes());
+    // Hop limit 255, or it is not believed.
+    packet.extend([NEXT_HEADER_ICMPV6, 255]);
+    packet.extend(from.octets());
+    packet.extend(to.octets());
+    packet.extend(message);
+    packet
+}
+
+pub(crate) fn ethernet(to: Mac, from: Mac, ethertype: u16) -> Vec<u8> {
     let mut frame = Vec::with_capacity(96);
     frame.extend(to);
     frame.extend(from);

@@ -9,6 +9,7 @@ pub mod go_live;
 pub mod handshakes;
 pub mod hook;
 pub mod lease;
+pub mod probe;
 pub mod relay;
 pub mod takeover;
 

@@ -9,6 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use hotspare_kernel::netlink::{Netlink, VethPair};
+use hotspare_net::probe::who_has;
 use hotspare_net::takeover::{ServiceAddress, ServiceNetwork, TakeoverError, Uplink};
 use nix::sched::{CloneFlags, setns, unshare};
 
@@ -178,6 +179,53 @@ fn a_routed_ipv4_address_moves_and_clients_follow() {
 #[test]
 fn a_routed_ipv6_address_moves_and_clients_follow() {
     the_address_moves("fd09::50/64", V6, &routed());
+}
+
+/// Only who answers now has an address; what the client has learned when the guest served it says
+/// nothing.
+fn who_asks_hears_of_a_guest_while_it_is_there(service: &str, hosts: [&str; 3], uplink: &Uplink) {
+    let lan = Lan::new();
+    let host = lan.host(hosts[0], matches!(uplink, Uplink::Bridge { .. }));
+    let client = lan.host(hosts[2], false);
+    let (service, guest): (ServiceAddress, _) = (service.parse().unwrap(), Room::new());
+    let own = match hosts[2].parse::<ServiceAddress>().unwrap().address {
+        IpAddr::V4(own) => Some(own),
+        IpAddr::V6(_) => None,
+    };
+    let owner = |own, patience| {
+        client.within(|| {
+            let link = Netlink::open().unwrap().link("eth0").unwrap();
+            who_has(link, own, service.address, patience).unwrap()
+        })
+    };
+    let silence = Duration::from_millis(300);
+    let mut network =
+        host.within(|| ServiceNetwork::prepare(guest.0.as_fd(), service, uplink.clone()).unwrap());
+    assert_eq!(owner(own, silence), None, "nobody has it yet");
+    network.announce().unwrap();
+    serve(&guest, service.address, 7);
+    assert_eq!(ask(&client, service.address), 7);
+    let found = owner(own, PATIENCE);
+    assert!(found.is_some_and(|mac| mac != [0; 6]), "{found:?}");
+    if matches!(uplink, Uplink::Bridge { .. }) {
+        assert_eq!(owner(None, PATIENCE), found, "one who has no address yet is answered, too");
+    }
+    network.withdraw().unwrap();
+    assert_eq!(owner(own, silence), None, "it is gone");
+}
+
+#[test]
+fn who_has_an_ipv4_address_is_heard_of_while_it_is_there() {
+    for uplink in [bridge(), routed()] {
+        who_asks_hears_of_a_guest_while_it_is_there("10.9.0.50/24", V4, &uplink);
+    }
+}
+
+#[test]
+fn who_has_an_ipv6_address_is_heard_of_while_it_is_there() {
+    for uplink in [bridge(), routed()] {
+        who_asks_hears_of_a_guest_while_it_is_there("fd09::50/64", V6, &uplink);
+    }
 }
 
 /// A connection to a guest that is withdrawn, announced again, and withdrawn for good.

@@ -3,6 +3,7 @@
 use std::net::{IpAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::mpsc::Receiver;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -619,7 +620,8 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     settings.require_consistent()?;
     control::require_free_name(&settings.guest)?;
     let term = begin_term(&mut agent, common, &settings)?;
-    if let Some(warning) = settings.service.and_then(answers_already) {
+    let bridge = common.service_bridge.as_deref();
+    if let Some(warning) = settings.service.and_then(|service| answers_already(bridge, service)) {
         agent.reporter.note(&warning);
     }
     agent.set_key(hotspare_replica::heartbeat::fresh_key()?);
@@ -628,7 +630,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     let how = Launch {
         command: &arguments.command,
         directory: &arguments.directory,
-        network: Network::Service(common.service_bridge.as_deref()),
+        network: Network::Service(bridge),
     };
     // Before the guest runs: who sees it serve may ask for a switchover.
     control::serve(&agent, doors.control.take())?;
@@ -661,9 +663,7 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     }
     let settings = restoring.settings.clone();
     control::require_free_name(&settings.guest)?;
-    if let Some(warning) = settings.service.and_then(answers_already) {
-        reporter.note(&warning);
-    }
+    let asking = ask_for_owner(&settings, common);
     let (owner, inbox) = mailbox()?;
     let (brain, events) = Brain::new();
     let (role, state) = (HostRole::Primary, &common.state_dir);
@@ -684,11 +684,22 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     spare.ghost = Some(restoring.build(&agent, bridge, arguments.beginning())?);
     let (age, from) = (restoring.age, arguments.from.to_string());
     spare.stored = Some(Stale { age, from, began });
+    if let Some(Ok(Some(warning))) = asking.map(JoinHandle::join) {
+        agent.reporter.note(&warning);
+    }
     control::serve(&agent, doors.control.take())?;
     let primary = takeover::start_cold(spare, Decision { term, at: Instant::now() })?;
     drop(restoring);
     let spares = &arguments.spare;
     run_primary(&agent, (primary, &settings, term), events, common, (spares, doors))
+}
+
+/// Asks beside everything else whether somebody has the service address. Until the guest runs, who
+/// answers is another.
+fn ask_for_owner(settings: &Settings, common: &Common) -> Option<JoinHandle<Option<String>>> {
+    let (service, bridge) = (settings.service?, common.service_bridge.clone());
+    let ask = move || answers_already(bridge.as_deref(), service);
+    std::thread::Builder::new().name("asks".into()).spawn(ask).ok()
 }
 
 /// Where others will reach this host. Questions are answered before the guest runs, all else after.

@@ -274,7 +274,7 @@ impl Reporter {
         ));
     }
 
-    /// What the guest touches was tracked in a window.
+    /// What the guest touches was tracked in a window; clearing and looking in processor time.
     pub fn tracked(&self, pages: u64, clearing: Duration, looking: Duration, lasted: Duration) {
         tracing::debug!(pages, ?clearing, ?looking, ?lasted, "touched");
         if self.json {

@@ -1,10 +1,13 @@
 //! What the primary decides and a spare must share.
 
+use std::net::IpAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use hotspare_cluster::Quorum;
+use hotspare_kernel::netlink::Netlink;
+use hotspare_net::probe;
 use hotspare_net::takeover::{ServiceAddress, Uplink};
 use hotspare_process::objects::rules::{FileRules, Standing};
 
@@ -255,15 +258,9 @@ pub fn uplink(
             true => through(name),
         });
     }
-    for interface in nix::ifaddrs::getifaddrs()? {
-        let Some(address) = interface.address else { continue };
-        let found = address
-            .as_sockaddr_in()
-            .map(|v4| std::net::IpAddr::V4(v4.ip()))
-            .or(address.as_sockaddr_in6().map(|v6| std::net::IpAddr::V6(v6.ip())));
-        if found.is_some_and(|found| same_network(found, service)) {
-            return Ok(through(interface.interface_name));
-        }
+    let mut all = addresses()?.into_iter();
+    if let Some((name, _)) = all.find(|(_, found)| same_network(*found, service)) {
+        return Ok(through(name));
     }
     bail!(
         "no interface of this host has an address in the network of {service}; \
@@ -271,55 +268,49 @@ pub fn uplink(
     )
 }
 
-/// Whether somebody has the service address before we take it, in words. IPv4 only: the kernel
-/// resolves the address when something is sent to it, and its table says whether that worked.
-pub fn answers_already(service: ServiceAddress) -> Option<String> {
-    let own = nix::ifaddrs::getifaddrs().ok()?.any(|interface| {
-        let address = interface.address.as_ref();
-        address
-            .and_then(|address| address.as_sockaddr_in())
-            .is_some_and(|v4| v4.ip() == service.address)
-    });
-    if own {
+/// Whether somebody has the service address before we take it, in words: who answers when the link
+/// is asked. `bridge` is as for [`uplink`].
+pub fn answers_already(bridge: Option<&str>, service: ServiceAddress) -> Option<String> {
+    let address = service.address;
+    let interfaces = addresses().ok()?;
+    if interfaces.iter().any(|(_, found)| *found == address) {
         return Some(format!(
-            "this host itself has the service address {}: the guest must have it alone; take it \
-             off the host's interface (ip address del) or choose another",
-            service.address
+            "this host itself has the service address {address}: the guest must have it alone; \
+             take it off the host's interface (ip address del) or choose another"
         ));
     }
-    let probe = std::net::UdpSocket::bind("0.0.0.0:0").ok()?;
-    probe.send_to(&[], (service.address, 9)).ok()?;
-    let deadline = std::time::Instant::now() + PROBE;
-    while std::time::Instant::now() < deadline {
-        let table = std::fs::read_to_string("/proc/net/arp").unwrap_or_default();
-        if let Some(neighbour) = resolved(&table, service.address) {
-            return Some(format!(
-                "{} answers on this network already (at {neighbour}): does the guest run on \
-                 another host, or is the address somebody else's? Clients would reach one or the \
-                 other; end the other one",
-                service.address
-            ));
-        }
-        std::thread::sleep(PROBE / 20);
-    }
-    None
+    let within = interfaces.iter().find(|(_, found)| same_network(*found, service));
+    let name = bridge.or(within.map(|(name, _)| name.as_str()))?;
+    let own = interfaces.iter().filter(|(of, _)| of == name).find_map(|(_, own)| match own {
+        IpAddr::V4(own) => Some(*own),
+        IpAddr::V6(_) => None,
+    });
+    // If this fails, so will what needs the interface, and say why.
+    let link = Netlink::open().and_then(|mut netlink| netlink.link(name)).ok()?;
+    let mac = probe::who_has(link, own, address, PROBE).ok()??;
+    let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
+    Some(format!(
+        "{address} answers on this network already (at {mac}): does the guest run on another host, \
+         or is the address somebody else's? Clients would reach one or the other; end the other one"
+    ))
 }
 
 /// How long a neighbour may take to answer.
 const PROBE: Duration = Duration::from_millis(200);
 
-/// Hardware address of `address` in the text of `/proc/net/arp`, if it is resolved (flag 2).
-fn resolved(table: &str, address: std::net::IpAddr) -> Option<&str> {
-    table.lines().skip(1).find_map(|line| {
-        let columns: Vec<&str> = line.split_ascii_whitespace().collect();
-        let found = columns.first()?.parse::<std::net::IpAddr>().ok()? == address;
-        let flags = u32::from_str_radix(columns.get(2)?.trim_start_matches("0x"), 16).ok()?;
-        (found && flags & 2 != 0).then(|| *columns.get(3).unwrap_or(&"?"))
-    })
+/// Addresses of this host, each with its interface.
+fn addresses() -> anyhow::Result<Vec<(String, IpAddr)>> {
+    let each = nix::ifaddrs::getifaddrs()?.filter_map(|interface| {
+        let address = interface.address?;
+        let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
+        let v6 = || address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip()));
+        Some((interface.interface_name, v4.or_else(v6)?))
+    });
+    Ok(each.collect())
 }
 
-fn same_network(found: std::net::IpAddr, service: ServiceAddress) -> bool {
-    use std::net::IpAddr::{V4, V6};
+fn same_network(found: IpAddr, service: ServiceAddress) -> bool {
+    use IpAddr::{V4, V6};
     match (found, service.address) {
         (V4(a), V4(b)) => {
             let shift = 32u32.saturating_sub(service.prefix.into());
@@ -353,15 +344,6 @@ mod tests {
         assert_eq!(Settings::from_pairs(&settings.to_pairs()).expect("reads"), settings);
         let settings = Settings { epochs: Epochs::Auto, ..settings };
         assert_eq!(Settings::from_pairs(&settings.to_pairs()).expect("reads"), settings);
-    }
-
-    #[test]
-    fn a_neighbour_that_answered_is_found_in_the_table() {
-        let table = "IP address  HW type  Flags  HW address  Mask  Device\n\
-                     10.0.0.5    0x1      0x2    aa:bb:cc:dd:ee:ff  *  eth0\n\
-                     10.0.0.6    0x1      0x0    00:00:00:00:00:00  *  eth0\n";
-        let at = |last| resolved(table, [10, 0, 0, last].into());
-        assert_eq!((at(5), at(6), at(7)), (Some("aa:bb:cc:dd:ee:ff"), None, None));
     }
 
     #[test]

@@ -68,9 +68,9 @@ impl Tracking {
         if self.tables.is_none() || self.cleared.is_some() || self.next > Instant::now() {
             return;
         }
-        let began = Instant::now();
+        let began = processor_time();
         match guest.forget_touches() {
-            Ok(()) => self.cleared = Some(began.elapsed()),
+            Ok(()) => self.cleared = Some(processor_time().saturating_sub(began)),
             Err(error) => self.give_up(&error),
         }
     }
@@ -92,6 +92,12 @@ impl Tracking {
     }
 }
 
+/// What the calling thread has used of a processor: what it waited for others is no cost of ours.
+fn processor_time() -> Duration {
+    let clock = nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID;
+    clock.now().map_or(Duration::ZERO, Duration::from)
+}
+
 fn tell(reporter: &Reporter, why: &dyn Display) {
     reporter.warn(&format!(
         "what the guest touches is not tracked any more, so a restore fetches memory in the order \
@@ -109,18 +115,18 @@ fn watch(
 ) {
     let window = Window::default();
     while let Ok((mut touches, clearing)) = open.recv() {
-        let (began, mut looking) = (Instant::now(), Duration::ZERO);
-        let mut looked = Ok(());
+        let (began, before) = (Instant::now(), processor_time());
+        let mut looked = Ok(Duration::ZERO);
         while looked.is_ok() && !touches.is_over(&window) {
             let due = touches.next_look().saturating_duration_since(Instant::now());
             std::thread::sleep(due.min(Duration::from_millis(100)));
             if touches.next_look() <= Instant::now() {
-                looked = touches.look().map(|took| looking += took);
+                looked = touches.look();
             }
         }
-        match looked.and_then(|()| touches.look()) {
-            Ok(took) => {
-                looking += took;
+        match looked.and_then(|_| touches.look()) {
+            Ok(_) => {
+                let looking = processor_time().saturating_sub(before);
                 let lasted = began.elapsed();
                 let (touched, tables) = touches.end();
                 reporter.tracked(touched.pages(), clearing, looking, lasted);

@@ -21,7 +21,7 @@ mod writer;
 pub use bucket::{Address, Bucket, Listed, Requests};
 pub use error::{StoreError, StoreResult};
 pub use gather::{Batch, Gatherer};
-pub use manifest::{About, Host, Manifest};
+pub use manifest::{About, Host, Manifest, PageRun};
 pub use names::{Base, Name};
 pub use reader::{Catalogue, Loaded, Reign, Store};
 pub use retention::Keep;

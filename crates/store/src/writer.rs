@@ -428,10 +428,15 @@ impl Writer {
         chain.is_some_and(|chain| crate::retention::is_very_long(&chain))
     }
 
-    /// Deletes what nobody keeps, manifests before their packs. Returns how many checkpoints are
-    /// gone.
-    pub fn forget(&mut self, catalogue: &mut Catalogue, keep: &Keep) -> StoreResult<u64> {
-        let unwanted = keep.unwanted(catalogue, now_ms());
+    /// Deletes what nobody keeps at `now_ms`, milliseconds since 1970: manifests before their
+    /// packs. Returns how many checkpoints are gone.
+    pub fn forget(
+        &mut self,
+        catalogue: &mut Catalogue,
+        keep: &Keep,
+        now_ms: u64,
+    ) -> StoreResult<u64> {
+        let unwanted = keep.unwanted(catalogue, now_ms);
         if !unwanted.is_empty() {
             self.require_reign()?;
         }

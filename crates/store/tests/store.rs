@@ -442,7 +442,7 @@ fn whenever_a_writer_dies_the_newest_whole_checkpoint_is_as_it_was() {
                     if let Some(folded) = writer.fold(&catalogue)? {
                         catalogue.add(folded.name);
                     }
-                    writer.forget(&mut catalogue, &keep)?;
+                    writer.forget(&mut catalogue, &keep, u64::MAX)?;
                 }
                 Ok(())
             };
@@ -484,7 +484,7 @@ fn goes_on_after_a_death(place: &Place, guest: &mut Guest) {
     writer.store_batch(&batch, about()).expect("stores");
     let mut catalogue = place.store().catalogue(GUEST).expect("lists");
     let keep = Keep { younger: Duration::ZERO, last: 1 };
-    writer.forget(&mut catalogue, &keep).expect("forgets");
+    writer.forget(&mut catalogue, &keep, u64::MAX).expect("forgets");
     writer.sweep_older(Duration::ZERO).expect("sweeps");
     let (catalogue, loaded) = place.newest();
     assert_eq!(catalogue.names().len(), 1);
@@ -514,7 +514,7 @@ fn a_writer_that_was_replaced_writes_and_deletes_nothing() {
     assert_eq!(old.store_batch(&late, about()), Err(StoreError::Fenced(2)));
     let mut catalogue = place.store().catalogue(GUEST).expect("lists");
     let keep = Keep { younger: Duration::ZERO, last: 1 };
-    assert_eq!(old.forget(&mut catalogue, &keep), Err(StoreError::Fenced(2)));
+    assert_eq!(old.forget(&mut catalogue, &keep, u64::MAX), Err(StoreError::Fenced(2)));
     assert_eq!(old.sweep(), Err(StoreError::Fenced(2)));
     let (catalogue, loaded) = place.newest();
     assert_eq!(catalogue.names().len(), 2);
@@ -554,7 +554,7 @@ fn a_day_of_checkpoints_stays_bounded() {
         if let Some(folded) = writer.fold(&catalogue).expect("folds") {
             catalogue.add(folded.name);
         }
-        writer.forget(&mut catalogue, &keep).expect("forgets");
+        writer.forget(&mut catalogue, &keep, u64::MAX).expect("forgets");
         assert_eq!(catalogue, place.store().catalogue(GUEST).expect("lists"));
         most = most.max(catalogue.names().len());
     }

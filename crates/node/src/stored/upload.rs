@@ -10,7 +10,7 @@ use hotspare_store::{About, Batch, Catalogue, Store, StoreError, StoreResult, St
 use super::StoreSettings;
 use super::sink::Shared;
 use crate::agent::Agent;
-use crate::history::What;
+use crate::history::{What, now_ms};
 use crate::report::size;
 
 /// First and longest wait before a write is tried again.
@@ -208,7 +208,7 @@ impl Upload {
             None if writer.wants_whole(&self.catalogue) => self.shared.begin_anew(),
             None => {}
         }
-        let gone = writer.forget(&mut self.catalogue, &self.settings.keep)?;
+        let gone = writer.forget(&mut self.catalogue, &self.settings.keep, now_ms())?;
         if gone > 0 {
             tracing::debug!(gone, "stored checkpoints were deleted");
         }

@@ -29,7 +29,8 @@ impl<'a> S3<'a> {
         store
     }
 
-    fn socket(&self) -> SocketAddr {
+    /// Where it listens.
+    pub fn socket(&self) -> SocketAddr {
         self.host.socket(S3_PORT)
     }
 

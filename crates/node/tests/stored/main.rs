@@ -4,6 +4,10 @@
 #[allow(dead_code, reason = "keys for etcd are not wanted here")]
 mod places;
 
+mod between;
+mod fork;
+mod kills;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
