@@ -2,6 +2,7 @@
 
 mod against;
 mod batch;
+mod day;
 mod failover;
 mod latency;
 mod overhead;
@@ -46,6 +47,8 @@ pub enum Bench {
     Scale(scale::ScaleArguments),
     /// How long programs take to start again from a store behind a slow line, as FREM's tables
     Restart(restart::RestartArguments),
+    /// A day of stored checkpoints in accelerated time: size, requests, cost
+    Day(day::DayArguments),
     /// How long clients of a Redis with ten million keys wait when it comes back from a store
     FirstReply(restart::ReplyArguments),
     /// All of them, one after the other
@@ -70,6 +73,7 @@ pub fn bench(bench: &Bench) -> Result<()> {
         Bench::Batch(arguments) => batch::batches(arguments),
         Bench::Scale(arguments) => scale::scales(arguments),
         Bench::Restart(arguments) => restart::restarts(arguments),
+        Bench::Day(arguments) => day::day(arguments),
         Bench::FirstReply(arguments) => restart::replies(arguments),
         Bench::All(arguments) => all(&arguments.common),
     }
@@ -112,6 +116,7 @@ fn suites(common: &Common) -> Vec<(&'static str, Suite)> {
     let overhead = overhead::OverheadArguments::with(common());
     let (sentinel, batch) =
         (sentinel::SentinelArguments::with(common()), batch::BatchArguments::with(common()));
+    let day = day::DayArguments::with(common());
     let (restart, reply) =
         (restart::RestartArguments::with(common()), restart::ReplyArguments::with(common()));
     vec![
@@ -125,6 +130,7 @@ fn suites(common: &Common) -> Vec<(&'static str, Suite)> {
         ("batch", Box::new(move || batch::batches(&batch))),
         ("scale", Box::new(move || scale::scales(&scale))),
         ("restart", Box::new(move || restart::restarts(&restart))),
+        ("day", Box::new(move || day::day(&day))),
         ("first-reply", Box::new(move || restart::replies(&reply))),
     ]
 }

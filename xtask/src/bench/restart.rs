@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 
 use self::line::Line;
 use self::programs::{Program, Workshop};
-pub use self::reply::{ReplyArguments, replies};
+pub use self::reply::{NAME, ReplyArguments, record_writes, replies};
 use super::against::{Case, Figures, compare};
 use super::plot::{Axis, Curve, Panel, Plot};
 use super::report::{Common, Report, Table, wrapped};
@@ -54,6 +54,9 @@ pub struct RestartArguments {
     /// Restarts of each kind, in turns; the medians are shown
     #[arg(long, default_value_t = 3)]
     count: usize,
+    /// Another hotspare program that restores from the same checkpoints, in turns with this one
+    #[arg(long)]
+    beside: Option<PathBuf>,
 }
 
 /// Megabytes a second, and the round trip.
@@ -70,7 +73,7 @@ fn speeds(lines: &[String]) -> Result<Vec<Speed>> {
 impl RestartArguments {
     pub fn with(common: Common) -> RestartArguments {
         let lines = ["32:70", "7:200"].map(str::to_owned).into();
-        RestartArguments { common, programs: vec![], lines, warm: 12, count: 3 }
+        RestartArguments { common, programs: vec![], lines, warm: 12, count: 3, beside: None }
     }
 
     fn wants(&self, name: &str) -> bool {
@@ -113,10 +116,13 @@ impl RestartArguments {
 
     /// Restarts one program, each kind in turns: the median of each, by latency.
     fn rounds(&self, recorded: &Recorded, speed: Speed) -> Result<Vec<Restart>> {
-        let mut all = vec![Vec::new(); STARTS.len()];
+        let own = STARTS.iter().map(|(_, how)| (&recorded.hotspare, *how));
+        let beside = self.beside.iter().flat_map(|other| BESIDE.map(|how| (other, STARTS[how].1)));
+        let kinds: Vec<(&PathBuf, &[&str])> = own.chain(beside).collect();
+        let mut all = vec![Vec::new(); kinds.len()];
         for _ in 0..if self.common.quick { 1 } else { self.count.max(1) } {
-            for (kind, (_, how)) in all.iter_mut().zip(STARTS) {
-                kind.push(recorded.restart(how, speed)?);
+            for (kind, (hotspare, how)) in all.iter_mut().zip(&kinds) {
+                kind.push(recorded.restart(hotspare, how, speed)?);
             }
         }
         let median = |mut went: Vec<Restart>| {
@@ -139,7 +145,15 @@ struct Restart {
     waited_s: f64,
     unforeseen: u64,
     requests: u64,
+    /// What of the latency was spent on what, in milliseconds.
+    parts_ms: Vec<(String, f64)>,
 }
+
+/// Of [`STARTS`], those that another program is compared by.
+const BESIDE: [usize; 2] = [0, 3];
+
+const BESIDE_COLUMNS: [&str; 6] =
+    ["program", "all first s", "early s", "other: all first s", "other: early s", "all there s"];
 
 const COLUMNS: [&str; 14] = [
     "program",
@@ -184,9 +198,11 @@ pub fn restarts(arguments: &RestartArguments) -> Result<()> {
         let mut all = Vec::new();
         for recorded in &recorded {
             let went = arguments.rounds(recorded, speed)?;
-            for ((start, _), restart) in STARTS.iter().zip(&went) {
+            let others = BESIDE.map(|at| (STARTS[at].0, true));
+            let kinds = STARTS.iter().map(|start| (start.0, false)).chain(others);
+            for ((start, is_other), restart) in kinds.zip(&went) {
                 let of = json!({ "program": recorded.name, "start": start, "mb_per_s": rate,
-                    "round_trip_ms": delay_ms });
+                    "round_trip_ms": delay_ms, "other": is_other });
                 report.add(of, restart)?;
             }
             let saved = row(&mut table, recorded.name, &went);
@@ -194,8 +210,9 @@ pub fn restarts(arguments: &RestartArguments) -> Result<()> {
         }
         let mean = all.iter().map(|one| one.2).sum::<f64>() / all.len() as f64;
         let mean = format!("On average {mean:.0} % less than with everything first.");
-        println!("\n{mean}");
-        text += &format!("\n{named}:\n\n{}\n{mean}\n", table.text);
+        println!("\n{mean}\n");
+        text += &format!("\n{named}:\n\n{}\n{mean}\n\n{}", table.text, parts(&all));
+        text += &beside(&all);
         panels.push(panel(&named, &all));
     }
     report.plot(Plot {
@@ -206,6 +223,37 @@ pub fn restarts(arguments: &RestartArguments) -> Result<()> {
         panels,
     });
     report.finish("restart", &text)
+}
+
+/// What the guest waited for, of an early start.
+fn parts(all: &[(&'static str, Vec<Restart>, f64)]) -> String {
+    let early = |one: &'_ (&'static str, Vec<Restart>, f64)| one.1.get(3).cloned();
+    let first = all.first().and_then(early).filter(|first| !first.parts_ms.is_empty());
+    let Some(first) = first else { return String::new() };
+    let names: Vec<String> = first.parts_ms.iter().map(|(part, _)| format!("{part} ms")).collect();
+    let columns: Vec<&str> =
+        std::iter::once("program").chain(names.iter().map(String::as_str)).collect();
+    let mut table = Table::new(&columns);
+    for (name, restart) in all.iter().filter_map(|one| Some((one.0, early(one)?))) {
+        let each = restart.parts_ms.iter().map(|(_, ms)| format!("{ms:.0}"));
+        table.row(std::iter::once(name.to_owned()).chain(each));
+    }
+    println!();
+    table.text
+}
+
+/// The same by another program, if there was one.
+fn beside(all: &[(&'static str, Vec<Restart>, f64)]) -> String {
+    let mut table = None;
+    for (name, went, _) in all {
+        let [own, _, _, early, other, other_early] = &went[..] else { continue };
+        let table = table.get_or_insert_with(|| Table::new(&BESIDE_COLUMNS));
+        let each = [own, early, other, other_early].map(|one| format!("{:.2}", one.latency_s));
+        let last = format!("{:.2}", other_early.whole_s);
+        table.row(std::iter::once((*name).to_owned()).chain(each).chain([last]));
+    }
+    println!();
+    table.map_or_else(String::new, |table| format!("\n{}", table.text))
 }
 
 /// What tracking took of each program.
@@ -253,7 +301,7 @@ fn cases<'a>(
     let case = |(speed, program): (Speed, &'a Program)| Case {
         name: format!("{}, {} MB/s, {} ms", program.name, speed.0, speed.1.as_millis()),
         measure: Box::new(move |hotspare: &Path| {
-            let restart = arguments.record(hotspare, program)?.restart(&[], speed)?;
+            let restart = arguments.record(hotspare, program)?.restart(hotspare, &[], speed)?;
             Ok(Figures::from([("until it runs s".to_owned(), restart.latency_s)]))
         }),
     };
@@ -276,12 +324,12 @@ const ABOUT: &str = "A program runs under `hotspare run --store` for some second
     asked for.";
 
 const ABOUT_TRACKING: &str = "Tracking what is touched, while the program runs and is stored: \
-    means of all windows of the recording. Clearing the notes holds the address space's lock, so \
-    that a page fault may wait for it; looking is beside the program. Of the window: both, of a \
-    processor.";
+    means of all windows of the recording, in processor time. Clearing the notes holds the address \
+    space's lock, so that a page fault may wait for it; looking is beside the program. Of the \
+    window: both, of one processor.";
 
 fn row(table: &mut Table, name: &str, went: &[Restart]) -> f64 {
-    let [all, touched, smooth, early] = went else { return 0.0 };
+    let [all, touched, smooth, early, ..] = went else { return 0.0 };
     let saved = 100.0 - 100.0 * early.latency_s / all.latency_s;
     table.row([
         name.to_owned(),
@@ -345,7 +393,11 @@ impl Recorded {
         let store = format!("file://{LAB_DIR}/served/{PLACE}");
         let mut command = Command::new(hotspare);
         command.args(["run", "--json", "--insecure", "--guest", name, "--store", &store]);
-        command.args(["--store-every", "1s", "--keep", "1h"]).args(more).arg("--").args(program);
+        command.args(["--keep", "1h"]).args(more);
+        if !more.contains(&"--store-every") {
+            command.args(["--store-every", "1s"]);
+        }
+        command.arg("--").args(program);
         let primary = lab.host(0).spawn(&mut command)?;
         meanwhile(&lab, &primary).with_context(|| format!("{name}:\n{}", primary.said()))?;
         let served = lab.host(0).outside(format!("{LAB_DIR}/served/{PLACE}/{name}"));
@@ -362,7 +414,12 @@ impl Recorded {
     }
 
     /// Begins to restore it at the end of a line.
-    fn begin(&self, how: &[&str], (rate, delay): Speed) -> Result<(Process, Arc<Line>)> {
+    fn begin(
+        &self,
+        hotspare: &Path,
+        how: &[&str],
+        (rate, delay): Speed,
+    ) -> Result<(Process, Arc<Line>)> {
         let (host, line) = (self.lab.host(1), Arc::new(Line::new(rate, delay)));
         let served = self.lab.host(0).outside(format!("{LAB_DIR}/served"));
         let listener = host.inside(|| TcpListener::bind(("127.0.0.1", 0)))?;
@@ -370,14 +427,14 @@ impl Recorded {
         let answers = line.clone();
         std::thread::spawn(move || line::serve(&listener, &served, &answers));
         let from = format!("s3://b/{PLACE}?endpoint=http://127.0.0.1:{port}&region=us-east-1");
-        let mut command = Command::new(&self.hotspare);
+        let mut command = Command::new(hotspare);
         command.env("AWS_ACCESS_KEY_ID", "x").env("AWS_SECRET_ACCESS_KEY", "x");
         command.args(["restore", "--json", "--insecure"]).args(how).args([&from, self.name]);
         Ok((host.spawn(&mut command)?, line))
     }
 
-    fn restart(&self, how: &[&str], speed: Speed) -> Result<Restart> {
-        let (restored, line) = self.begin(how, speed)?;
+    fn restart(&self, hotspare: &Path, how: &[&str], speed: Speed) -> Result<Restart> {
+        let (restored, line) = self.begin(hotspare, how, speed)?;
         let restart = went(self.lab.host(1), &restored, &line)?;
         kill(&restored)?;
         Ok(restart)
@@ -401,6 +458,7 @@ fn went(host: &Host, restored: &Process, line: &Line) -> Result<Restart> {
         waited_s: number(&loaded, "waited_seconds"),
         unforeseen: loaded["unforeseen"].as_u64().unwrap_or_default(),
         requests: line.requests.load(Ordering::Relaxed),
+        parts_ms: serde_json::from_value(started["parts_ms"].clone()).unwrap_or_default(),
     })
 }
 

@@ -85,7 +85,7 @@ impl Workshop {
         };
         vec![
             shell("bzip2", format!("{endless} | bzip2 -9 >/dev/null")),
-            shell("xz", format!("{endless} | xz -3 -T1 >/dev/null")),
+            shell("xz", format!("{endless} | xz -T1 >/dev/null")),
             shell(
                 "cc1",
                 format!(
@@ -96,7 +96,7 @@ impl Workshop {
             direct("perl", &["perl", "-e", PERL]),
             direct("python", &["python3", "-c", PYTHON]),
             direct("sqlite", &["sqlite3", ":memory:", SQLITE]),
-            direct("7z", &["7z", "b", "1000000", "-mmt=1", "-md=20"]),
+            direct("7z", &["7z", "b", "1000000", "-mmt=1", "-md=24"]),
             direct("lbm", &[&at("lbm")]),
             direct("mcf", &[&at("mcf")]),
             shell("redis", REDIS.into()),
@@ -151,6 +151,7 @@ while True:
 ";
 
 const SQLITE: &str = "
+pragma temp_store = memory;
 create table t(a integer primary key, b text);
 with recursive c(x) as (select 1 union all select x + 1 from c where x < 200000)
   insert into t select x, hex(randomblob(24)) from c;

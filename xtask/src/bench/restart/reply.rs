@@ -3,7 +3,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -17,7 +17,8 @@ use super::{PATIENCE, PLACE, Recorded, Restart, Speed, kill, went};
 use crate::bench::report::{Common, Report, Table, wrapped};
 use crate::tree;
 
-const NAME: &str = "redis";
+/// Of the guest.
+pub const NAME: &str = "redis";
 const PORT: u16 = 7005;
 /// Filling ten million keys takes a while on a busy machine.
 const FILLING: Duration = Duration::from_secs(600);
@@ -37,6 +38,9 @@ pub struct ReplyArguments {
     /// Restarts of each kind, in turns; the medians are shown
     #[arg(long, default_value_t = 3)]
     count: usize,
+    /// Another hotspare program that restores from the same checkpoints, in turns with this one
+    #[arg(long)]
+    beside: Option<PathBuf>,
 }
 
 /// How one restart went.
@@ -68,7 +72,7 @@ const COLUMNS: [&str; 9] = [
 impl ReplyArguments {
     pub fn with(common: Common) -> Self {
         let lines = ["32:70", "7:200"].map(str::to_owned).into();
-        Self { common, keys: 10_000_000, lines, count: 3 }
+        Self { common, keys: 10_000_000, lines, count: 3, beside: None }
     }
 
     /// How many keys, over which lines, how often.
@@ -89,18 +93,20 @@ pub fn replies(arguments: &ReplyArguments) -> Result<()> {
     let recorded = record(&hotspare, keys)?;
     let mut table = Table::new(&COLUMNS);
     for speed in speeds {
-        let kinds: [&[&str]; 2] = [&["--load-first"], &[]];
-        let mut all: [Vec<Reply>; 2] = Default::default();
+        let own: &Path = &recorded.hotspare;
+        let mut kinds: Vec<(&Path, &[&str])> = vec![(own, &["--load-first"]), (own, &[])];
+        kinds.extend(arguments.beside.iter().map(|other| (other.as_path(), &[][..])));
+        let mut all: [Vec<Reply>; 3] = Default::default();
         let mut sent = 0.0;
         for round in 0..count {
-            for (kind, how) in all.iter_mut().zip(kinds) {
-                let (reply, bytes) = restart(&recorded, how, speed, keys, round as u64)?;
+            for (kind, how) in all.iter_mut().zip(&kinds) {
+                let (reply, bytes) = restart(&recorded, *how, speed, keys, round as u64)?;
                 println!("{how:?}: {reply:?}");
                 kind.push(reply);
                 sent = bytes;
             }
         }
-        let [first, behind] = all.map(median);
+        let [first, behind, _] = all.map(median);
         let delay_ms = speed.1.as_millis() as u64;
         for (start, reply) in [("loaded", &first), ("early", &behind)] {
             let of = json!({ "keys": keys, "start": start, "mb_per_s": speed.0,
@@ -123,23 +129,27 @@ pub fn replies(arguments: &ReplyArguments) -> Result<()> {
 }
 
 fn median(mut all: Vec<Reply>) -> Reply {
+    let middle = all.len() / 2;
     all.sort_by(|a, b| a.reply_s.total_cmp(&b.reply_s));
-    all.swap_remove(all.len() / 2)
+    all.into_iter().nth(middle).unwrap_or_default()
+}
+
+fn server() -> Vec<String> {
+    let server = ["redis-server", "--save", "", "--protected-mode", "no", "--port"];
+    let port = PORT.to_string();
+    server.into_iter().chain([port.as_str()]).map(str::to_owned).collect()
 }
 
 fn record(hotspare: &Path, keys: u64) -> Result<Recorded> {
-    let server = ["redis-server", "--save", "", "--protected-mode", "no", "--port"];
-    let mut server: Vec<String> = server.map(str::to_owned).into();
-    server.push(PORT.to_string());
     let more = ["--track", "5s", "--service-address", SERVICE_CIDR];
-    Recorded::make(hotspare, (NAME, &server), &more, |lab, primary| {
+    Recorded::make(hotspare, (NAME, &server()), &more, |lab, primary| {
         let mut client = connect(lab, primary)?;
         fill(&mut client, keys).context("fill it")?;
         // So that it is known what it touches when it serves.
         let (filled, began) = (now_ms(), Instant::now());
         let mut dice = Dice::new(1);
-        let store = lab.host(0).outside(format!("{LAB_DIR}/served/{PLACE}/{NAME}/checkpoints"));
-        while began.elapsed() < Duration::from_secs(12) || newest(&store)? < filled + 6000 {
+        let is_stored = || anyhow::Ok(increments(lab)?.iter().any(|time| *time > filled + 6000));
+        while began.elapsed() < Duration::from_secs(12) || !is_stored()? {
             ensure!(began.elapsed() < FILLING, "what it holds is not stored");
             client.check(1 + dice.roll() % keys)?;
         }
@@ -147,15 +157,51 @@ fn record(hotspare: &Path, keys: u64) -> Result<Recorded> {
     })
 }
 
-/// When the newest checkpoint was taken.
-fn newest(checkpoints: &Path) -> Result<u64> {
-    let mut newest = 0;
-    for entry in std::fs::read_dir(checkpoints).context("look into the store")? {
+/// Stores such a Redis, to which a client writes so often a second, until there are more than so
+/// many increments; in which directory, and since when it was full.
+pub fn record_writes(
+    hotspare: &Path,
+    keys: u64,
+    writes: u64,
+    every: Duration,
+    count: usize,
+) -> Result<(Lab, PathBuf, u64)> {
+    let every_ms = format!("{}ms", every.as_millis());
+    let more = ["--track", "60s", "--service-address", SERVICE_CIDR, "--store-every", &every_ms];
+    let mut filled = 0;
+    let recorded = Recorded::make(hotspare, (NAME, &server()), &more, |lab, primary| {
+        let mut client = connect(lab, primary)?;
+        fill(&mut client, keys).context("fill it")?;
+        filled = now_ms() + every.as_millis() as u64;
+        let (began, mut dice) = (Instant::now(), Dice::new(2));
+        let later = || anyhow::Ok(increments(lab)?.iter().filter(|time| **time > filled).count());
+        let wanted = every * (count as u32 + 1);
+        let mut next = Instant::now();
+        while began.elapsed() < wanted || later()? <= count {
+            ensure!(began.elapsed() < wanted + FILLING, "what it holds is not stored");
+            let key = 1 + dice.roll() % keys;
+            client.ask(&["SET", &format!("key:{key}"), &value(dice.roll())])?;
+            next += Duration::from_secs(1) / writes.max(1) as u32;
+            std::thread::sleep(next.saturating_duration_since(Instant::now()));
+        }
+        Ok(())
+    })?;
+    let place = recorded.lab.host(0).outside(format!("{LAB_DIR}/served/{PLACE}"));
+    Ok((recorded.lab, place, filled))
+}
+
+/// When each checkpoint was taken that stands on another.
+fn increments(lab: &Lab) -> Result<Vec<u64>> {
+    let folder = format!("{LAB_DIR}/served/{PLACE}/{NAME}/checkpoints");
+    let entries = std::fs::read_dir(lab.host(0).outside(folder)).context("look into the store")?;
+    let mut times = Vec::new();
+    for entry in entries {
         let name = entry?.file_name().to_string_lossy().into_owned();
-        let time = name.split('-').nth(2).and_then(|time| time.parse::<u64>().ok());
-        newest = newest.max(time.unwrap_or(0));
+        if !name.ends_with("-whole") {
+            times.extend(name.split('-').nth(2).and_then(|time| time.parse::<u64>().ok()));
+        }
     }
-    Ok(newest)
+    Ok(times)
 }
 
 fn now_ms() -> u64 {
@@ -245,14 +291,14 @@ fn connect(lab: &Lab, agent: &Process) -> Result<Client> {
 /// One restart, and the megabytes that were sent for it.
 fn restart(
     recorded: &Recorded,
-    how: &[&str],
+    (hotspare, how): (&Path, &[&str]),
     speed: Speed,
     keys: u64,
     round: u64,
 ) -> Result<(Reply, f64)> {
     let key = 1 + Dice::new(round).roll() % keys;
     let began = Instant::now();
-    let (restored, line) = recorded.begin(how, speed)?;
+    let (restored, line) = recorded.begin(hotspare, how, speed)?;
     connect(&recorded.lab, &restored)?.check(key)?;
     let reply_s = began.elapsed().as_secs_f64();
     let restart = went(recorded.lab.host(1), &restored, &line)?;
