@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
-use crate::error::{Result, check};
+use crate::error::{KernelError, Result, check};
 
 /// One registration to make.
 #[derive(Clone, Copy, Debug)]
@@ -34,10 +34,8 @@ pub fn register(registrations: &[Registration<'_>]) -> Result<()> {
     if registrations.is_empty() {
         return Ok(());
     }
-    std::thread::scope(|scope| {
-        let registrar = scope.spawn(|| register_in_own_table(registrations));
-        registrar.join().unwrap_or_else(|_| panic!("epoll registrar panicked"))
-    })
+    let done = crate::namespace::on_a_thread(|| register_in_own_table(registrations));
+    done.map_err(KernelError::io("start a thread"))?
 }
 
 fn register_in_own_table(registrations: &[Registration<'_>]) -> Result<()> {

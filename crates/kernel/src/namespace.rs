@@ -22,6 +22,16 @@ pub struct Namespaces {
     mnt: File,
 }
 
+/// Runs `work` on a thread of its own and waits for it: whoever enters a namespace does so with a
+/// thread, and cannot always come back. Fails where no thread can be started.
+pub fn on_a_thread<T: Send>(work: impl FnOnce() -> T + Send) -> io::Result<T> {
+    std::thread::scope(|scope| {
+        let visitor = std::thread::Builder::new().name("visitor".into());
+        let visitor = visitor.spawn_scoped(scope, work)?;
+        Ok(visitor.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })
+}
+
 impl Namespaces {
     /// Makes a fresh pair. `furnish` runs on a thread inside them, before anyone else can enter;
     /// mounts it makes stay inside, since propagation is cut first.
@@ -31,18 +41,15 @@ impl Namespaces {
     where
         F: FnOnce() -> io::Result<()> + Send,
     {
-        std::thread::scope(|scope| {
-            let maker = scope.spawn(|| {
-                unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)?;
-                cut_propagation()?;
-                furnish()?;
-                Ok(Namespaces {
-                    net: File::open("/proc/thread-self/ns/net")?,
-                    mnt: File::open("/proc/thread-self/ns/mnt")?,
-                })
-            });
-            maker.join().unwrap_or_else(|_| Err(io::Error::other("namespace maker panicked")))
-        })
+        on_a_thread(|| {
+            unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)?;
+            cut_propagation()?;
+            furnish()?;
+            Ok(Namespaces {
+                net: File::open("/proc/thread-self/ns/net")?,
+                mnt: File::open("/proc/thread-self/ns/mnt")?,
+            })
+        })?
     }
 
     /// Moves the calling thread into both namespaces, for good. Its working directory becomes

@@ -89,9 +89,11 @@ pub fn timestamp(fd: BorrowedFd<'_>) -> Result<u32> {
     Ok(get_option_i32(fd, libc::IPPROTO_TCP, libc::TCP_TIMESTAMP)? as u32)
 }
 
-/// Unread bytes, without taking them; fewer than asked for where fewer are there.
+/// Unread bytes, without taking them; those before urgent data only, if there is any.
 pub fn peek_unread(fd: BorrowedFd<'_>) -> Result<Vec<u8>> {
-    let mut bytes = vec![0u8; unread_bytes(fd)?];
+    // Not zeroes, which would get their memory only when the kernel copies to them; if there is
+    // none then, it copies a part and says nothing.
+    let mut bytes = vec![1u8; unread_bytes(fd)?];
     if !bytes.is_empty() {
         let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
         let length = receive(fd, &mut bytes, flags)?.unwrap_or(0);

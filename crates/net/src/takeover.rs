@@ -569,17 +569,12 @@ fn within<T: Send>(
     namespace: BorrowedFd<'_>,
     work: impl FnOnce() -> Result<T> + Send,
 ) -> Result<T> {
-    std::thread::scope(|scope| {
-        let visitor = scope.spawn(|| {
-            setns(namespace.as_fd(), CloneFlags::CLONE_NEWNET).map_err(|errno| {
-                let error = KernelError::from_errno("enter the namespace", errno as i32);
-                doing("build the guest's network")(error)
-            })?;
-            work()
-        });
-        match visitor.join() {
-            Ok(answer) => answer,
-            Err(panic) => std::panic::resume_unwind(panic),
-        }
-    })
+    let done = hotspare_kernel::namespace::on_a_thread(|| {
+        setns(namespace.as_fd(), CloneFlags::CLONE_NEWNET).map_err(|errno| {
+            let error = KernelError::from_errno("enter the namespace", errno as i32);
+            doing("build the guest's network")(error)
+        })?;
+        work()
+    });
+    done.map_err(KernelError::io("start a thread")).map_err(doing("build the guest's network"))?
 }

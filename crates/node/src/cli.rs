@@ -468,7 +468,9 @@ fn log_filter() -> tracing_subscriber::EnvFilter {
 
 /// Does what the command line says; returns the exit status.
 pub fn run(cli: Cli) -> anyhow::Result<u8> {
-    tracing_subscriber::fmt().with_env_filter(log_filter()).with_writer(std::io::stderr).init();
+    let log = tracing_subscriber::fmt().with_env_filter(log_filter());
+    // What cannot be written is lost: an agent lives on where a disk is full.
+    log.with_writer(std::io::stderr).log_internal_errors(false).init();
     match cli.command {
         Command::Run(arguments) => run_guest(arguments),
         Command::Spare(arguments) => run_spare(arguments),

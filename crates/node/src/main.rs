@@ -42,6 +42,7 @@ mod takeover;
 mod touches;
 mod trial;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -79,6 +80,7 @@ fn main() -> ExitCode {
              tests; do not use it"
         );
     }
+    say_panics_when_there_is_memory();
     let answer = hotspare_kernel::news::block_child_signals()
         .map_err(anyhow::Error::from)
         .and_then(|()| cli::Cli::try_parse().map_err(anyhow::Error::from))
@@ -91,11 +93,33 @@ fn main() -> ExitCode {
                 ExitCode::from(usage_status(usage))
             }
             None => {
-                eprintln!("hotspare: {error:#}");
+                let _ = writeln!(std::io::stderr(), "hotspare: {error:#}");
                 ExitCode::from(FAILED)
             }
         },
     }
+}
+
+/// Where memory has run out, a pipe or a file takes no bytes: the last words are said again until
+/// they are heard, or nobody may wait any more.
+fn say_panics_when_there_is_memory() {
+    const PATIENCE: std::time::Duration = std::time::Duration::from_secs(2);
+    const PAUSE: std::time::Duration = std::time::Duration::from_millis(5);
+    std::panic::set_hook(Box::new(|panic| {
+        let thread = std::thread::current();
+        let words = format!(
+            "hotspare: THIS IS A BUG: thread {}: {panic}\n{}",
+            thread.name().unwrap_or("without a name"),
+            std::backtrace::Backtrace::capture()
+        );
+        let began = std::time::Instant::now();
+        while let Err(error) = std::io::stderr().write_all(words.as_bytes())
+            && error.kind() == std::io::ErrorKind::OutOfMemory
+            && began.elapsed() < PATIENCE
+        {
+            std::thread::sleep(PAUSE);
+        }
+    }));
 }
 
 /// Hotspare itself failed. Small numbers are the guest's.

@@ -65,6 +65,12 @@ fn writes_to_journal() -> bool {
     own.is_ok_and(|own| named == format!("{}:{}", own.st_dev, own.st_ino))
 }
 
+/// Writes to stderr. What that does not take (a full disk, a reader that is gone, no memory for a
+/// pipe) is lost: nobody's guest ends for it, as `eprintln!` would have it.
+fn write_or_lose(text: &str) {
+    let _ = std::io::stderr().write_all(text.as_bytes());
+}
+
 /// The lines of a text for the journal, each with its priority.
 fn for_journal(weight: Weight, text: &str) -> String {
     text.lines().map(|line| format!("<{}>{line}\n", weight as u8)).collect()
@@ -234,14 +240,12 @@ impl Reporter {
         self.tell(|| News::Note(weight, text.to_owned()));
         if self.journal {
             // All of it at once, or others' lines come in between.
-            let _ = std::io::stderr().write_all(for_journal(weight, text).as_bytes());
+            write_or_lose(&for_journal(weight, text));
             return;
         }
         let mut status = self.status.lock().unwrap_or_else(PoisonError::into_inner);
-        if std::mem::take(&mut status.shown) {
-            eprintln!();
-        }
-        eprintln!("hotspare: {text}");
+        let after_status = if std::mem::take(&mut status.shown) { "\n" } else { "" };
+        write_or_lose(&format!("{after_status}hotspare: {text}\n"));
     }
 
     /// A spare holds a whole checkpoint.
@@ -402,7 +406,7 @@ impl Reporter {
         status.shown = true;
         // A line that wraps could not be replaced.
         let text: String = text.chars().take(columns().saturating_sub(1)).collect();
-        eprint!("\r\x1b[K{text}");
+        write_or_lose(&format!("\r\x1b[K{text}"));
     }
 
     /// The ghost runs.

@@ -356,7 +356,8 @@ impl Spare {
     /// Follows until the guest is over, or takes over and goes on as the primary.
     pub fn run(mut self) -> anyhow::Result<u8> {
         // For the day when it is the primary.
-        std::thread::spawn(hotspare_process::capture::prepare_marks);
+        let prepare = hotspare_process::capture::prepare_marks;
+        let _ = std::thread::Builder::new().name("marks".into()).spawn(prepare);
         let news = hotspare_kernel::news::News::new()?;
         loop {
             news.wait(&[self.inbox.bell()], PATIENCE)?;

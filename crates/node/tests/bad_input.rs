@@ -110,6 +110,19 @@ fn wrong_arguments_are_told_with_the_right_ones() {
 }
 
 #[test]
+fn where_nothing_can_be_written_the_guest_goes_on() {
+    let full = || fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    for options in [&[][..], &["--json"]] {
+        let mut command = Command::new(BINARY);
+        command.args(["run", "--guest", "full", "--spare", "127.0.0.1:1"]).args(options);
+        command.args(["--", "sh", "-c", "sleep 1; exit 3"]);
+        command.env("HOTSPARE_STATE", env!("CARGO_TARGET_TMPDIR"));
+        let ended = command.stdin(Stdio::null()).stdout(full()).stderr(full()).status().unwrap();
+        assert_eq!(ended.code(), Some(3), "{options:?}");
+    }
+}
+
+#[test]
 fn a_program_that_ends_at_once_has_its_own_status_and_one_that_cannot_start_a_reason() {
     for (program, status) in [("/bin/true", 0), ("/bin/false", 1)] {
         let output = hotspare(&["run", "--guest", program, "--", program]);

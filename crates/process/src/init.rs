@@ -433,10 +433,7 @@ impl GuestNamespaces {
 
     /// Runs `work` on a thread inside the namespaces and waits for it.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> io::Result<T> {
-        std::thread::scope(|scope| {
-            let inside = scope.spawn(|| self.enter().map(|()| work()));
-            inside.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        })
+        hotspare_kernel::namespace::on_a_thread(|| self.enter().map(|()| work()))?
     }
 }
 

@@ -89,13 +89,15 @@ impl Ghost {
             let (send, come) = mpsc::sync_channel(EARLY_REQUESTS);
             for _ in 0..EARLY_REQUESTS.min(wanted.len()) {
                 let (send, next) = (send.clone(), &next);
-                scope.spawn(move || {
+                let reader = move || {
                     while let Some(wanted) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
                         if send.send(source.read(wanted)).is_err() {
                             return;
                         }
                     }
-                });
+                };
+                let started = std::thread::Builder::new().spawn_scoped(scope, reader);
+                started.map_err(GhostError::io("start a thread"))?;
             }
             drop(send);
             for blocks in come {

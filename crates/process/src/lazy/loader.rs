@@ -254,7 +254,12 @@ impl Loader {
             {
                 for _ in 0..helpers {
                     let replies = replies.clone();
-                    scope.spawn(move || fetch(source, requests, &replies, bell));
+                    let helper = move || fetch(source, requests, &replies, bell);
+                    let helper = std::thread::Builder::new().spawn_scoped(scope, helper);
+                    if let Err(error) = helper {
+                        let why = format!("start a thread: {error}");
+                        return Err(fail(&init, spaces, &progress, why));
+                    }
                 }
             }
             let began = Instant::now();

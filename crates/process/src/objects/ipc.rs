@@ -104,14 +104,12 @@ pub(crate) fn inside<T: Send>(
     namespace: BorrowedFd<'_>,
     work: impl FnOnce() -> ObjectResult<T> + Send,
 ) -> ObjectResult<T> {
-    std::thread::scope(|scope| {
-        let thread = scope.spawn(|| {
-            nix::sched::setns(namespace, nix::sched::CloneFlags::CLONE_NEWIPC)
-                .map_err(|errno| KernelError::from_errno("enter ipc namespace", errno as i32))?;
-            work()
-        });
-        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    })
+    let done = hotspare_kernel::namespace::on_a_thread(|| {
+        nix::sched::setns(namespace, nix::sched::CloneFlags::CLONE_NEWIPC)
+            .map_err(|errno| KernelError::from_errno("enter ipc namespace", errno as i32))?;
+        work()
+    });
+    done.map_err(KernelError::io("start a thread"))?
 }
 
 fn open_list(name: &str) -> ObjectResult<File> {

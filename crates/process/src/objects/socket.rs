@@ -58,20 +58,17 @@ pub struct SocketCapture {
 impl SocketCapture {
     /// For a guest whose network namespace is `net` (an open `/proc/PID/ns/net`).
     pub fn open(net: BorrowedFd<'_>) -> ObjectResult<Self> {
-        let opened = std::thread::scope(|scope| {
-            let inside = scope.spawn(|| {
-                let net_namespace = nix::sched::CloneFlags::CLONE_NEWNET;
-                nix::sched::setns(net, net_namespace).map_err(|errno| {
-                    hotspare_kernel::KernelError::from_errno(
-                        "enter the guest's network namespace",
-                        errno as i32,
-                    )
-                })?;
-                SockDiag::open()
-            });
-            inside.join().map_err(|_| ObjectError::Image("a thread panicked".into()))
+        let opened = hotspare_kernel::namespace::on_a_thread(|| {
+            let net_namespace = nix::sched::CloneFlags::CLONE_NEWNET;
+            nix::sched::setns(net, net_namespace).map_err(|errno| {
+                hotspare_kernel::KernelError::from_errno(
+                    "enter the guest's network namespace",
+                    errno as i32,
+                )
+            })?;
+            SockDiag::open()
         });
-        let diag = opened??;
+        let diag = opened.map_err(hotspare_kernel::KernelError::io("start a thread"))??;
         let (tcp, options) = (TcpCache::default(), OptionReader::default());
         let (kinds, owners, not_accepted) = Default::default();
         Ok(Self { tcp, options, diag, unix: None, kinds, owners, not_accepted, exact: false })

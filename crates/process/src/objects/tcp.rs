@@ -374,6 +374,12 @@ fn queues(fd: BorrowedFd<'_>, info: &TcpInfo) -> ObjectResult<Option<Queues>> {
         return Ok(None);
     }
     let unread = if waiting > 0 { tcp::peek_unread(fd)? } else { Vec::new() };
+    if unread.len() < waiting {
+        // Those that are missing would be missing in the stream of a ghost, which has to begin
+        // behind them.
+        let reason = "not all bytes that it has not read could be read (urgent data?)";
+        return Err(ObjectError::transient("a TCP connection", reason));
+    }
     let outgoing = if length > 0 { peek_outgoing(fd, length)? } else { Vec::new() };
     Ok(Some(Queues { unread, outgoing, unstable: waiting > 0 || sending }))
 }
