@@ -4,13 +4,27 @@
 //! uses holds `/dev/fuse`. Each scene here hangs when what it is about is done in that table.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use hotspare_files::{ReplicatedDir, Role};
+use hotspare_image::memory::SharedId;
+use hotspare_image::objects::{FileId, FileOwner, Object, OpenFile};
+use hotspare_image::sockets::{SocketAddress, UnixSocket};
+use hotspare_image::tree::{ClockReading, GuestPid, HostPath};
+use hotspare_kernel::HostPid;
 use hotspare_kernel::opener::Opener;
+use hotspare_process::objects::restore::{
+    GhostParts, RestoreContext, own_descriptors, restore_all,
+};
+use hotspare_process::objects::rules::{FileRules, Standing};
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::ptrace::{self, Options};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
 
 /// Set for the agent: the directory that has `backing` and `mount`.
 const AGENT: &str = "HOTSPARE_TEST_AGENT";
@@ -42,8 +56,65 @@ fn agent() {
             std::io::stdin().read_line(&mut String::new()).unwrap();
             drop(opener.open(&mount.join("file"), libc::O_RDONLY).unwrap());
         }
+        "bind" => {
+            std::io::stdin().read_line(&mut String::new()).unwrap();
+            // As at a takeover, on a thread whose working directory is its own.
+            let mount = mount.clone();
+            let restored = std::thread::spawn(move || {
+                unshare(CloneFlags::CLONE_FS).unwrap();
+                restore_listener(&mount);
+            });
+            restored.join().unwrap();
+        }
         other => panic!("{other}"),
     }
+}
+
+/// A ghost that has nothing.
+struct NoParts;
+
+impl GhostParts for NoParts {
+    fn host_pid(&self, _: GuestPid) -> Option<HostPid> {
+        None
+    }
+    fn shared(&self, _: SharedId) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    fn outside(&self, _: i32) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+/// Makes a guest's UNIX socket that listens at `mount/socket`.
+fn restore_listener(mount: &Path) {
+    let path = mount.join("socket").to_str().unwrap().to_owned();
+    let family = (libc::AF_UNIX as u16).to_ne_bytes();
+    let address = SocketAddress([&family[..], path.as_bytes(), &[0]].concat());
+    let socket = UnixSocket {
+        inode: 1,
+        kind: libc::SOCK_STREAM,
+        address: Some(address),
+        path: Some(HostPath(path)),
+        backlog: Some(1),
+        waiting: Vec::new(),
+        peer: None,
+        queue: Vec::new(),
+        shutdown: 0,
+        options: Vec::new(),
+        connected: false,
+        remote: None,
+        peer_credentials: None,
+        maker: None,
+        reset: false,
+    };
+    let (id, owner) = (FileId(1), FileOwner::default());
+    let file = OpenFile { id, flags: libc::O_RDWR as u32, owner, object: Object::Unix(socket) };
+    let rules = FileRules::new([(mount.to_str().unwrap().to_owned(), Standing::Replicated)]);
+    let own = own_descriptors().unwrap();
+    let context = RestoreContext::new(&NoParts, &rules, ClockReading::default(), 0, own);
+    let restored = restore_all(&[file], &[], &context).unwrap();
+    assert!(mount.join("socket").exists(), "it was bound");
+    drop(restored);
 }
 
 /// Writes to a mapping of a file for ever.
@@ -184,4 +255,79 @@ fn an_agent_that_is_killed_while_it_opens_a_file_that_it_serves_ends() {
     blocker.kill().unwrap();
     blocker.wait().unwrap();
     assert!(ended, "the agent hangs in its own file system");
+}
+
+/// The threads that serve, each stopped as soon as it has read a request and has not answered.
+struct HeldServers(Vec<Pid>);
+
+impl HeldServers {
+    /// Takes hold of those of `agent`, which wait for requests.
+    fn hold(agent: u32) -> HeldServers {
+        let tasks = std::fs::read_dir(format!("/proc/{agent}/task")).unwrap();
+        let servers = tasks.flatten().filter(|task| {
+            let name = std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+            let number = name.trim().strip_prefix("fuser-");
+            number.is_some_and(|number| number.parse::<u32>().is_ok())
+        });
+        let numbers = servers.map(|task| task.file_name().to_str().unwrap().parse().unwrap());
+        let threads: Vec<Pid> = numbers.map(Pid::from_raw).collect();
+        assert!(!threads.is_empty(), "somebody serves");
+        for thread in &threads {
+            ptrace::seize(*thread, Options::PTRACE_O_TRACESYSGOOD).unwrap();
+            ptrace::interrupt(*thread).unwrap();
+            waitpid(*thread, Some(WaitPidFlag::__WALL)).unwrap();
+            // It goes back into its read, and waits there.
+            ptrace::syscall(*thread, None).unwrap();
+            let entered = waitpid(*thread, Some(WaitPidFlag::__WALL)).unwrap();
+            assert!(matches!(entered, WaitStatus::PtraceSyscall(_)), "{entered:?}");
+            ptrace::syscall(*thread, None).unwrap();
+        }
+        HeldServers(threads)
+    }
+
+    /// Waits until one has a request.
+    fn await_request(&self) {
+        let deadline = Instant::now() + HANG;
+        loop {
+            for thread in &self.0 {
+                let flags = WaitPidFlag::__WALL | WaitPidFlag::WNOHANG;
+                if let WaitStatus::PtraceSyscall(_) = waitpid(*thread, Some(flags)).unwrap() {
+                    return;
+                }
+            }
+            assert!(Instant::now() < deadline, "nothing was asked");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Takes leave of those that have ended: the process does not end before.
+    fn bury(&self) {
+        for thread in &self.0 {
+            let _ = waitpid(*thread, Some(WaitPidFlag::__WALL));
+        }
+    }
+}
+
+#[test]
+fn an_agent_that_is_killed_while_it_binds_a_socket_in_a_directory_that_it_serves_ends() {
+    let mut scene = Scene::new("bind");
+    scene.await_mount();
+    let held = HeldServers::hold(scene.agent.id());
+    scene.agent.stdin.take().unwrap().write_all(b"go\n").unwrap();
+    held.await_request();
+    scene.agent.kill().unwrap();
+    held.bury();
+    let ended = ends(&mut scene.agent);
+    drop(scene);
+    assert!(ended, "the agent hangs in its own file system");
+}
+
+#[test]
+fn a_socket_is_bound_in_a_directory_that_the_agent_serves() {
+    let mut scene = Scene::new("bind");
+    scene.await_mount();
+    scene.agent.stdin.take().unwrap().write_all(b"go\n").unwrap();
+    let bound = ends(&mut scene.agent) && scene.agent.wait().unwrap().success();
+    drop(scene);
+    assert!(bound, "the agent binds and ends");
 }

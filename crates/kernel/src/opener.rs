@@ -1,4 +1,5 @@
-//! Opens files of our own FUSE mounts, on a thread that does not hold `/dev/fuse`.
+//! Opens files of our own FUSE mounts, and names sockets there, on a thread that does not hold
+//! `/dev/fuse`.
 //!
 //! A thread inside open(2) or a lookup waits for an answer that only this process can give. If the
 //! process is killed in that instant, the thread stays until the kernel gives up the mount, which
@@ -20,13 +21,16 @@ use nix::sys::stat::Mode;
 use crate::descriptor::leave_table;
 use crate::socket::{self, Outgoing};
 
-/// What to open.
-#[derive(Debug)]
+/// What to open or to do.
 enum Wish {
     Path(PathBuf, i32),
     /// A file without a name, below the root of its mount.
     Inode(PathBuf, u64, i32),
+    /// Something to do with the file that comes over the socket.
+    Work(Work),
 }
+
+type Work = Box<dyn FnOnce(BorrowedFd<'_>) + Send>;
 
 /// Opens files for others, in the mount namespace of the thread that started it. Its thread ends
 /// when this is dropped.
@@ -77,44 +81,72 @@ impl Opener {
         self.ask(Wish::Inode(root.to_owned(), inode, flags))
     }
 
+    /// Does `work` with `file` on the thread, which has a duplicate of it and no other file. The
+    /// file must not be one whose closing waits for us.
+    pub fn run<T: Send + 'static>(
+        &self,
+        file: BorrowedFd<'_>,
+        work: impl FnOnce(BorrowedFd<'_>) -> T + Send + 'static,
+    ) -> io::Result<T> {
+        let (done, result) = channel();
+        let work: Work = Box::new(move |file| drop(done.send(work(file))));
+        let ends = self.ends();
+        give(ends.files.as_fd(), file)?;
+        ends.wishes.send(Wish::Work(work)).map_err(|_| dead())?;
+        ends.answers.recv().map_err(|_| dead())??;
+        result.recv().map_err(|_| dead())
+    }
+
     fn ends(&self) -> MutexGuard<'_, Ends> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn ask(&self, wish: Wish) -> io::Result<OwnedFd> {
-        let dead = || io::Error::other("the thread that opens files has died");
         let ends = self.ends();
         ends.wishes.send(wish).map_err(|_| dead())?;
         ends.answers.recv().map_err(|_| dead())??;
-        let message = socket::receive_message(ends.files.as_fd(), 1, libc::MSG_DONTWAIT);
-        let message = message.map_err(io::Error::other)?;
-        message.and_then(|message| message.files.into_iter().next()).ok_or_else(dead)
+        take(ends.files.as_fd())
     }
+}
+
+fn dead() -> io::Error {
+    io::Error::other("the thread that opens files has died")
+}
+
+fn give(way: BorrowedFd<'_>, file: BorrowedFd<'_>) -> io::Result<()> {
+    let message = Outgoing { bytes: &[0], files: &[file], ..Outgoing::default() };
+    socket::send_message(way, message).map(drop).map_err(io::Error::other)
+}
+
+fn take(way: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let message = socket::receive_message(way, 1, libc::MSG_DONTWAIT).map_err(io::Error::other)?;
+    message.and_then(|message| message.files.into_iter().next()).ok_or_else(dead)
 }
 
 fn serve(files: BorrowedFd<'_>, wishes: &Receiver<Wish>, answer: &Sender<io::Result<()>>) {
     for wish in wishes {
-        let sent = fulfil(wish).and_then(|file| {
-            let message = Outgoing { bytes: &[0], files: &[file.as_fd()], ..Outgoing::default() };
-            socket::send_message(files, message).map(drop).map_err(io::Error::other)
-        });
-        if answer.send(sent).is_err() {
+        if answer.send(fulfil(wish, files)).is_err() {
             return;
         }
     }
 }
 
-fn fulfil(wish: Wish) -> io::Result<OwnedFd> {
-    match wish {
+fn fulfil(wish: Wish, files: BorrowedFd<'_>) -> io::Result<()> {
+    let opened = match wish {
         Wish::Path(path, flags) => {
             let flags = OFlag::from_bits_retain(flags | libc::O_CLOEXEC);
-            Ok(open(&path, flags, Mode::empty())?)
+            open(&path, flags, Mode::empty())?
         }
         Wish::Inode(root, inode, flags) => {
             let root = File::open(root)?;
-            Ok(crate::open_fuse_inode(root.as_fd(), inode, flags)?)
+            crate::open_fuse_inode(root.as_fd(), inode, flags)?
         }
-    }
+        Wish::Work(work) => {
+            work(take(files)?.as_fd());
+            return Ok(());
+        }
+    };
+    give(files, opened.as_fd())
 }
 
 #[cfg(test)]
@@ -143,5 +175,21 @@ mod tests {
         let table = opener_task.unwrap().path().join("fd");
         let open: Vec<_> = std::fs::read_dir(table).unwrap().flatten().collect();
         assert!(open.len() <= 5, "{open:?}");
+    }
+
+    #[test]
+    fn work_is_done_with_a_file_that_is_all_the_thread_has() {
+        let name = format!("hotspare-opener-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let opener = Opener::start().unwrap();
+        for _ in 0..100 {
+            let socket = socket::create(libc::AF_UNIX, libc::SOCK_STREAM, 0).unwrap();
+            let mut name = (libc::AF_UNIX as u16).to_ne_bytes().to_vec();
+            name.extend_from_slice(path.as_os_str().as_encoded_bytes());
+            let bound = opener.run(socket.as_fd(), move |socket| socket::bind(socket, &name));
+            bound.unwrap().unwrap();
+            std::fs::remove_file(&path).expect("the thread bound our socket");
+            drop(opener.open(Path::new("/proc/self/comm"), libc::O_RDONLY).unwrap());
+        }
     }
 }

@@ -5,13 +5,17 @@
 use std::error::Error;
 use std::fs::File;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 
+use hotspare_image::memory::SharedId;
 use hotspare_image::objects::{FileId, FileOwner, OpenFile};
-use hotspare_image::tree::{GuestPid, HostPath};
+use hotspare_image::tree::{ClockReading, GuestPid, HostPath};
+use hotspare_kernel::HostPid;
 use hotspare_process::objects::ipc::IpcCapture;
+use hotspare_process::objects::restore::{GhostParts, RestoreContext, own_descriptors};
+use hotspare_process::objects::rules::FileRules;
 use hotspare_process::objects::socket::{SocketCapture, go_live, restore};
 use hotspare_process::objects::unix::{GuestView, Made};
 use nix::sched::{CloneFlags, unshare};
@@ -29,6 +33,21 @@ impl Instant {
     }
     fn elapsed_us(&self) -> f64 {
         Self::now().0 - self.0
+    }
+}
+
+/// A ghost that has nothing but sockets.
+struct NoParts;
+
+impl GhostParts for NoParts {
+    fn host_pid(&self, _: GuestPid) -> Option<HostPid> {
+        None
+    }
+    fn shared(&self, _: SharedId) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    fn outside(&self, _: i32) -> Option<BorrowedFd<'_>> {
+        None
     }
 }
 
@@ -94,8 +113,10 @@ fn capture(name: &str, sockets: &[OwnedFd]) -> Outcome<Vec<OpenFile>> {
 fn restore_all(name: &str, files: &[OpenFile]) -> Outcome<()> {
     let mut made = Made::new();
     let each = |start: Instant| start.elapsed_us() / files.len() as f64;
+    let (rules, clocks) = (FileRules::default(), ClockReading::default());
+    let context = RestoreContext::new(&NoParts, &rules, clocks, 0, own_descriptors()?);
     let start = Instant::now();
-    restore(files, 0, Default::default(), &mut made, &|guest| Some(guest.0))?;
+    restore(files, &context, Default::default(), &mut made, &|guest| Some(guest.0))?;
     println!("{name}: restore: {:.1} µs each", each(start));
     let start = Instant::now();
     go_live(files, &made)?;

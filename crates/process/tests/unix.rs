@@ -7,14 +7,17 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::PathBuf;
 
+use hotspare_image::memory::SharedId;
 use hotspare_image::objects::{FileId, FileOwner, Object, OpenFile};
-use hotspare_image::tree::{GuestPid, HostPath};
-use hotspare_kernel::descriptor;
+use hotspare_image::tree::{ClockReading, GuestPid, HostPath};
 use hotspare_kernel::segment::SegmentSender;
 use hotspare_kernel::socket::{self, Outgoing};
+use hotspare_kernel::{HostPid, descriptor};
 use hotspare_process::objects::error::{ObjectError, ObjectResult};
+use hotspare_process::objects::restore::{GhostParts, RestoreContext, own_descriptors};
+use hotspare_process::objects::rules::FileRules;
 use hotspare_process::objects::socket::{SocketCapture, go_live, settle};
-use hotspare_process::objects::unix::{GuestView, Made};
+use hotspare_process::objects::unix::{GuestView, Made, SocketPairs};
 use hotspare_process::objects::{self, udp};
 use nix::sched::{CloneFlags, unshare};
 
@@ -111,10 +114,28 @@ impl Ghost {
     }
 }
 
+/// A ghost that has nothing but sockets.
+struct NoParts;
+
+impl GhostParts for NoParts {
+    fn host_pid(&self, _: GuestPid) -> Option<HostPid> {
+        None
+    }
+    fn shared(&self, _: SharedId) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    fn outside(&self, _: i32) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
 /// Restores on the calling thread, with `others` as further open files.
 fn restore(files: &[OpenFile], others: Vec<(FileId, OwnedFd)>) -> Ghost {
     let mut made = others.into_iter().collect();
-    objects::socket::restore(files, 0, Default::default(), &mut made, &|guest| Some(guest.0))
+    let (rules, clocks) = (FileRules::default(), ClockReading::default());
+    let context = RestoreContext::new(&NoParts, &rules, clocks, 0, own_descriptors().unwrap());
+    let pairs = SocketPairs::default();
+    objects::socket::restore(files, &context, pairs, &mut made, &|guest| Some(guest.0))
         .expect("restore");
     go_live(files, &made).expect("go live");
     for file in files {

@@ -120,6 +120,18 @@ impl<'a> RestoreContext<'a> {
             .map_err(ObjectError::kernel(path.0.clone()))
     }
 
+    /// Does with `file` what may have to wait for ourselves, in the same namespaces and working
+    /// directory.
+    pub(super) fn aside<T: Send + 'static>(
+        &self,
+        file: BorrowedFd<'_>,
+        work: impl FnOnce(BorrowedFd<'_>) -> ObjectResult<T> + Send + 'static,
+    ) -> ObjectResult<T> {
+        let done = self.opener().and_then(|opener| opener.run(file, work));
+        let what = "name a socket of the guest";
+        done.map_err(KernelError::io(what)).map_err(ObjectError::kernel(what))?
+    }
+
     /// Opens what `file` is open on once more, as a description of its own.
     pub(super) fn reopen(&self, file: BorrowedFd<'_>, flags: u32) -> ObjectResult<OwnedFd> {
         let name = CString::new(file.as_raw_fd().to_string()).expect("digits");
@@ -223,7 +235,7 @@ pub fn restore_all(
     }
     let host_pid = |pid| context.parts.host_pid(pid).map(|host| host.0);
     let pairs = context.parts.socket_pairs();
-    socket::restore(files, context.age_ms, pairs, &mut made, &host_pid)?;
+    socket::restore(files, context, pairs, &mut made, &host_pid)?;
     for (file, image) in watching {
         made.insert(file.id, inotify::restore(image, file.flags, context)?);
     }

@@ -16,7 +16,7 @@ use hotspare_kernel::socket;
 
 use super::error::{ObjectError, ObjectResult};
 use super::patience::Patience;
-use super::restore::set_flags;
+use super::restore::{RestoreContext, set_flags};
 use super::socket_options::{OptionReader, Remembered, SocketKind};
 use super::tcp::{self, TcpCache};
 use super::unix::{self, GuestView, HostPidOf, InFlight, Made, SocketPairs, UnixRestore};
@@ -292,27 +292,26 @@ pub fn settle(files: &mut [OpenFile]) -> ObjectResult<()> {
 ///
 /// `made` holds all other open files, which may travel in queues, and gets the sockets. TCP
 /// connections stay silent until [`go_live`]; the service address need not be there yet, but the
-/// loopback interface must be up and every peer must have a route. `age_ms`: how old the
-/// checkpoint may be at most. `pairs`: those of [`unix::wanted_pairs`] that were made. Files of
-/// named AF_UNIX sockets are replaced: with a directory that
-/// both hosts share, this must not be done while the guest runs elsewhere.
+/// loopback interface must be up and every peer must have a route. `pairs`: those of
+/// [`unix::wanted_pairs`] that were made. Files of named AF_UNIX sockets are replaced: with a
+/// directory that both hosts share, this must not be done while the guest runs elsewhere.
 ///
 /// The thread must not share its working directory with others (`CLONE_FS`).
 pub fn restore(
     files: &[OpenFile],
-    age_ms: u32,
+    context: &RestoreContext<'_>,
     pairs: SocketPairs,
     made: &mut Made,
     host_pid: HostPidOf<'_>,
 ) -> ObjectResult<()> {
     let kinds = Kinds::of(files);
-    let (mut unix_sockets, unix) = UnixRestore::make(kinds.unix.iter().copied(), pairs)?;
+    let (mut unix_sockets, unix) = UnixRestore::make(kinds.unix.iter().copied(), pairs, context)?;
     made.append(&mut unix_sockets);
     // Listeners first: a connection in repair mode shares any port, a listener does not.
     let (listeners, others): (Vec<_>, Vec<_>) =
         kinds.tcp.iter().copied().partition(|(_, image)| tcp::addresses(image).is_none());
     for (id, image) in listeners.into_iter().chain(others) {
-        made.insert(id, tcp::restore(image, age_ms)?);
+        made.insert(id, tcp::restore(image, context.age_ms)?);
     }
     for (id, image) in &kinds.udp {
         made.insert(*id, udp::restore(image)?);

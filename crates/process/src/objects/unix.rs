@@ -12,6 +12,9 @@
 //! it. So pairs are made by the ghost's own processes, ahead ([`wanted_pairs`]). Calls to listeners
 //! are ours, made as the right user; the process they name is none.
 //!
+//! Names that are paths may lie in a directory that this agent serves: whatever looks them up is
+//! done by the [`Opener`](hotspare_kernel::opener::Opener).
+//!
 //! Bytes on a connection that waits in accept(2) cannot be read by anyone. A checkpoint waits until
 //! they are accepted, but not for ever: then the connection is reset at a failover.
 
@@ -31,6 +34,7 @@ use hotspare_kernel::socket::{self, Message, Outgoing};
 
 use super::error::{ObjectError, ObjectResult};
 use super::patience::Patience;
+use super::restore::RestoreContext;
 use super::socket_options::{Moment, OptionReader, SocketKind, restore_options};
 
 /// Bytes of the family in front of a name.
@@ -333,6 +337,7 @@ pub fn wanted_pairs<'a>(sockets: impl Iterator<Item = &'a UnixSocket>) -> Vec<Wa
 
 /// Restores all AF_UNIX sockets of a checkpoint.
 pub struct UnixRestore<'a> {
+    context: &'a RestoreContext<'a>,
     images: BTreeMap<u64, (FileId, &'a UnixSocket)>,
     made: BTreeMap<u64, OwnedFd>,
     pairs: SocketPairs,
@@ -340,8 +345,9 @@ pub struct UnixRestore<'a> {
     closed_peers: BTreeMap<u64, OwnedFd>,
 }
 
-/// What [`UnixRestore::make`] leaves for [`UnixRestore::finish`].
-pub struct UnixUnfinished {
+/// What [`UnixRestore::make`] leaves for [`UnixUnfinished::finish`].
+pub struct UnixUnfinished<'a> {
+    context: &'a RestoreContext<'a>,
     closed_peers: BTreeMap<u64, OwnedFd>,
 }
 
@@ -353,11 +359,12 @@ impl<'a> UnixRestore<'a> {
     pub fn make(
         sockets: impl IntoIterator<Item = (FileId, &'a UnixSocket)>,
         pairs: SocketPairs,
-    ) -> ObjectResult<(Made, UnixUnfinished)> {
+        context: &'a RestoreContext<'a>,
+    ) -> ObjectResult<(Made, UnixUnfinished<'a>)> {
         let images = sockets.into_iter().map(|(id, image)| (image.inode, (id, image)));
         let images: BTreeMap<_, _> = images.collect();
         let (made, closed_peers) = Default::default();
-        let mut restore = Self { images, made, pairs, closed_peers };
+        let mut restore = Self { context, images, made, pairs, closed_peers };
         let all: Vec<&UnixSocket> = restore.images.values().map(|(_, image)| *image).collect();
         for image in all.iter().filter(|image| image.backlog.is_some()) {
             restore.listener(image)?;
@@ -370,11 +377,11 @@ impl<'a> UnixRestore<'a> {
         }
         let Self { images, made, closed_peers, .. } = restore;
         let named = made.into_iter().filter_map(|(inode, fd)| Some((images.get(&inode)?.0, fd)));
-        Ok((named.collect(), UnixUnfinished { closed_peers }))
+        Ok((named.collect(), UnixUnfinished { context, closed_peers }))
     }
 
     fn listener(&mut self, image: &UnixSocket) -> ObjectResult<()> {
-        let fd = bound(image)?;
+        let fd = bound(image, self.context)?;
         let backlog = image.backlog.unwrap_or(0);
         as_peer(image.peer_credentials, || socket::listen(fd.as_fd(), backlog))??;
         self.made.insert(image.inode, fd);
@@ -391,7 +398,7 @@ impl<'a> UnixRestore<'a> {
             return self.datagram(image, peer);
         }
         if !image.connected {
-            self.made.insert(image.inode, bound(image)?);
+            self.made.insert(image.inode, bound(image, self.context)?);
             return Ok(());
         }
         let (ours, theirs) = self.pair(image, peer)?;
@@ -462,24 +469,21 @@ impl<'a> UnixRestore<'a> {
             .as_ref()
             .ok_or_else(|| ObjectError::Image("an accepted UNIX socket without a name".into()))?;
         let caller = match client {
-            Some(client) if client.address.is_some() => bound(client)?,
+            Some(client) if client.address.is_some() => bound(client, self.context)?,
             _ => socket::create(libc::AF_UNIX, server.kind, 0)?,
         };
         if let Some(listener) = self.listener_named(Some(name)) {
             let path = self.listener_path(name);
-            as_peer(server.peer_credentials, || {
-                at(name, path, |address| socket::connect(caller.as_fd(), address))
-            })??;
+            connect(caller.as_fd(), name, path, server.peer_credentials, self.context)?;
             return Ok((socket::accept(listener)?, caller));
         }
         let mut temporary = server.clone();
         temporary.options.clear();
-        let listener = bound(&temporary)?;
+        let listener = bound(&temporary, self.context)?;
         let of_listener = client.and_then(|client| client.peer_credentials);
         as_peer(of_listener, || socket::listen(listener.as_fd(), 1))??;
-        as_peer(server.peer_credentials, || {
-            at(name, server.path.as_ref(), |address| socket::connect(caller.as_fd(), address))
-        })??;
+        let path = server.path.as_ref();
+        connect(caller.as_fd(), name, path, server.peer_credentials, self.context)?;
         Ok((socket::accept(listener.as_fd())?, caller))
     }
 
@@ -507,7 +511,7 @@ impl<'a> UnixRestore<'a> {
             self.closed_peers.insert(image.inode, theirs);
             self.made.insert(image.inode, ours);
         } else {
-            self.made.insert(image.inode, bound(image)?);
+            self.made.insert(image.inode, bound(image, self.context)?);
         }
         Ok(())
     }
@@ -517,10 +521,10 @@ impl<'a> UnixRestore<'a> {
         let Some(name) = &listener.address else { return Ok(()) };
         for inode in &listener.waiting {
             let Some((_, client)) = self.images.get(inode) else { continue };
-            let fd = bound(client)?;
+            let fd = bound(client, self.context)?;
             let path = listener.path.as_ref();
             let maker = client.maker.map(|(uid, gid)| (GuestPid(0), uid, gid));
-            as_peer(maker, || at(name, path, |address| socket::connect(fd.as_fd(), address)))??;
+            connect(fd.as_fd(), name, path, maker, self.context)?;
             self.made.insert(*inode, fd);
         }
         Ok(())
@@ -537,7 +541,7 @@ fn as_peer<T>(
 }
 
 /// A socket with its options and its name.
-fn bound(image: &UnixSocket) -> ObjectResult<OwnedFd> {
+fn bound(image: &UnixSocket, context: &RestoreContext<'_>) -> ObjectResult<OwnedFd> {
     let fd = socket::create(libc::AF_UNIX, image.kind, 0)?;
     restore_options(fd.as_fd(), &image.options, Moment::Created)?;
     let Some(address) = &image.address else { return Ok(fd) };
@@ -545,32 +549,60 @@ fn bound(image: &UnixSocket) -> ObjectResult<OwnedFd> {
         socket::bind(fd.as_fd(), &address.0).map_err(|source| named("bind", address, source))?;
         return Ok(fd);
     };
-    // Without a path the file was gone already: it is made for a moment.
-    let path = image.path.as_ref().map_or(name, |path| Path::new(&path.0));
     if image.path.is_none() && !name.is_absolute() {
         let reason = "its file is gone, and it had a relative name";
         return Err(ObjectError::refused(format!("UNIX socket {}", image.inode), reason));
     }
+    let (address, path) = (address.clone(), image.path.clone());
+    context.aside(fd.as_fd(), move |fd| bind_to_file(fd, &address, path.as_ref()))?;
+    Ok(fd)
+}
+
+/// Binds a socket to a file, which takes the place of the one that is there. Without a path that
+/// was gone already: it is made for a moment.
+fn bind_to_file(
+    fd: BorrowedFd<'_>,
+    address: &SocketAddress,
+    image_path: Option<&HostPath>,
+) -> ObjectResult<()> {
+    let name = file_name(address).unwrap_or(Path::new(""));
+    let path = image_path.map_or(name, |path| Path::new(&path.0));
     let before = std::fs::symlink_metadata(path).ok();
-    if before.is_some() && image.path.is_none() {
+    if before.is_some() && image_path.is_none() {
         // Somebody else's file now.
-        return Ok(fd);
+        return Ok(());
     }
     if before.as_ref().is_some_and(|file| file.file_type().is_socket()) {
         std::fs::remove_file(path).map_err(io("replace socket file", path))?;
     }
-    at(address, image.path.as_ref(), |address| socket::bind(fd.as_fd(), address))?;
-    match (before, &image.path) {
+    at(address, image_path, |address| socket::bind(fd, address))?;
+    match (before, image_path) {
         (Some(before), Some(_)) => {
             let mode = std::fs::Permissions::from_mode(before.mode() & 0o7777);
             std::fs::set_permissions(path, mode).map_err(io("set mode of", path))?;
             let (uid, gid) = (Some(before.uid()), Some(before.gid()));
-            std::os::unix::fs::chown(path, uid, gid).map_err(io("set owner of", path))?;
+            std::os::unix::fs::chown(path, uid, gid).map_err(io("set owner of", path))
         }
-        (_, None) => std::fs::remove_file(path).map_err(io("remove socket file", path))?,
-        (None, Some(_)) => {}
+        (_, None) => std::fs::remove_file(path).map_err(io("remove socket file", path)),
+        (None, Some(_)) => Ok(()),
     }
-    Ok(fd)
+}
+
+/// Connects a socket to the name of another, as the user of `credentials`.
+fn connect(
+    fd: BorrowedFd<'_>,
+    address: &SocketAddress,
+    path: Option<&HostPath>,
+    credentials: Option<(GuestPid, u32, u32)>,
+    context: &RestoreContext<'_>,
+) -> ObjectResult<()> {
+    let (address, path) = (address.clone(), path.cloned());
+    let is_file = file_name(&address).is_some();
+    let connect = move |fd: BorrowedFd<'_>| {
+        let call = || at(&address, path.as_ref(), |address| socket::connect(fd, address));
+        as_peer(credentials, call)?
+    };
+    if is_file { context.aside(fd, connect) } else { connect(fd) }
 }
 
 fn io(verb: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> ObjectError {
@@ -612,7 +644,7 @@ fn at(
 /// Our number of a process of the ghost; none for one that is gone.
 pub type HostPidOf<'a> = &'a dyn Fn(GuestPid) -> Option<i32>;
 
-impl UnixUnfinished {
+impl UnixUnfinished<'_> {
     /// Fills the queues, then does what would have stood in the way: connects datagram sockets,
     /// shuts down, closes peers that were closed, sets the last options.
     pub fn finish(
@@ -632,7 +664,7 @@ impl UnixUnfinished {
                 // A server outside may be missing here: the guest sees that when it sends.
                 let peer = image.peer.and_then(|peer| by_inode.get(&peer));
                 let path = peer.and_then(|(_, peer)| peer.path.as_ref());
-                let _ = at(remote, path, |address| socket::connect(fd, address));
+                let _ = connect(fd, remote, path, None, self.context);
             }
             let peer = self.closed_peers.remove(&image.inode);
             if image.reset && peer.is_some() {
