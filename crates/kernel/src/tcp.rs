@@ -208,12 +208,20 @@ impl<'a> Repair<'a> {
         Ok(get_option_i32(self.fd, TCP, libc::TCP_MAXSEG)? as u32)
     }
 
-    /// Bytes of the selected queue, at most `capacity`, which stay there.
-    pub fn peek(&self, capacity: usize) -> Result<Vec<u8>> {
-        let mut bytes = vec![0u8; capacity];
+    /// All bytes of the selected queue, which stay there; `expected` is about how many. The first
+    /// may have been acknowledged.
+    ///
+    /// A buffer that is too small the kernel fills, and tells the length of all that there is
+    /// (`tcp_peek_sndq`).
+    pub fn peek(&self, expected: usize) -> Result<Vec<u8>> {
         let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
-        let length = receive(self.fd, &mut bytes, flags)?.unwrap_or(0);
-        bytes.truncate(length);
+        let mut bytes = Vec::new();
+        let mut room = expected;
+        while bytes.len() < room {
+            bytes = vec![0u8; room];
+            room = receive(self.fd, &mut bytes, flags)?.unwrap_or(0);
+        }
+        bytes.truncate(room);
         Ok(bytes)
     }
 

@@ -160,6 +160,49 @@ fn what_was_sent_beyond_the_window_is_sent_again_at_once() {
     assert_eq!(sent_again, 0, "it came by a timeout");
 }
 
+/// A segment of which the client has a part, and has said so, stays whole in the send queue.
+#[test]
+fn bytes_are_captured_from_the_first_one_that_the_client_has_not() {
+    const HAS: usize = 400;
+    let stage = Stage::new(false);
+    let listener = stage.listen();
+    let (mut client, mut server) = stage.connect(&listener);
+    let bytes = pattern(1_000);
+    server.write_all(&bytes[..HAS]).expect("write");
+    client.read_exact(&mut [0; HAS]).expect("read");
+    let mut images = stage.capture_all(&[server.as_fd()]);
+    let TcpState::Connected(connection) = &mut images[0].state else { panic!("connected") };
+    let known = HAS - connection.sent.len();
+    connection.send_unacknowledged = connection.send_unacknowledged.wrapping_sub(known as u32);
+    (connection.sent, connection.unsent) = (bytes.clone(), Vec::new());
+    // What the spare says is lost at first; it hears the client.
+    let (spare, client_host) = (stage.lab.host(1), stage.lab.client());
+    let ip = |words: &[&str]| {
+        let mut command = std::process::Command::new("ip");
+        command.args(words);
+        command
+    };
+    let link = spare.run(&mut ip(&["-o", "link", "show", "eth0"]), SECONDS).expect("look");
+    let address = link.split_once("link/ether ").and_then(|(_, rest)| rest.split(' ').next());
+    let (address, service) = (address.expect("an address"), stage.address().ip().to_string());
+    let place = ["neigh", "replace", &service, "dev", "eth0", "lladdr", address];
+    let place = [&place[..], &["nud", "permanent"]].concat();
+    client_host.run(&mut ip(&place), SECONDS).expect("tell where the spare is");
+    stage.lab.cut(&spare, &client_host).expect("cut");
+    let mut restored = stage.fail_over(images);
+    let mut server = as_stream(restored.remove(0));
+    client.write_all(b"x").expect("write");
+    server.read_exact(&mut [0; 1]).expect("read");
+    let images = stage.capture_all(&[server.as_fd()]);
+    let TcpState::Connected(connection) = &images[0].state else { panic!("connected") };
+    let queued = [&connection.sent[..], &connection.unsent].concat();
+    assert!(queued == bytes[HAS..], "{} bytes from another place", queued.len());
+    stage.lab.heal().expect("mend");
+    let mut received = vec![0; bytes.len() - HAS];
+    client.read_exact(&mut received).expect("read");
+    assert!(received == bytes[HAS..]);
+}
+
 #[test]
 fn a_connection_whose_client_said_goodbye_still_answers() {
     let stage = Stage::new(false);

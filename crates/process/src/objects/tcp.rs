@@ -380,10 +380,14 @@ fn queues(fd: BorrowedFd<'_>, info: &TcpInfo) -> ObjectResult<Option<Queues>> {
         let reason = "not all bytes that it has not read could be read (urgent data?)";
         return Err(ObjectError::transient("a TCP connection", reason));
     }
+    // A FIN has a number, and no byte.
+    let length = length.saturating_sub(usize::from(says_fin(info.state)));
     let outgoing = if length > 0 { peek_outgoing(fd, length)? } else { Vec::new() };
     Ok(Some(Queues { unread, outgoing, unstable: waiting > 0 || sending }))
 }
 
+/// The last `length` bytes of the send queue: those that the peer has not acknowledged. Before them
+/// may be others: of a segment of which it has acknowledged a part the kernel keeps all.
 fn peek_outgoing(fd: BorrowedFd<'_>, length: usize) -> ObjectResult<Vec<u8>> {
     let reuse = socket::get_option_i32(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR)?;
     let repair = Repair::enter(fd)?;
@@ -392,7 +396,14 @@ fn peek_outgoing(fd: BorrowedFd<'_>, length: usize) -> ObjectResult<Vec<u8>> {
     repair.select(Queue::None)?;
     drop(repair);
     socket::set_option_i32(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)?;
-    Ok(bytes?)
+    let mut bytes = bytes?;
+    bytes.drain(..bytes.len().saturating_sub(length));
+    Ok(bytes)
+}
+
+/// Whether a FIN of ours is not acknowledged.
+fn says_fin(state: u8) -> bool {
+    matches!(state, state::FIN_WAIT1 | state::CLOSING | state::LAST_ACK)
 }
 
 fn describe(
