@@ -188,7 +188,7 @@ fn bytes_are_captured_from_the_first_one_that_the_client_has_not() {
     let place = ["neigh", "replace", &service, "dev", "eth0", "lladdr", address];
     let place = [&place[..], &["nud", "permanent"]].concat();
     client_host.run(&mut ip(&place), SECONDS).expect("tell where the spare is");
-    stage.lab.cut(&spare, &client_host).expect("cut");
+    stage.lab.cut(spare, client_host).expect("cut");
     let mut restored = stage.fail_over(images);
     let mut server = as_stream(restored.remove(0));
     client.write_all(b"x").expect("write");
