@@ -227,7 +227,14 @@ impl Restoring {
         let (progress, source) = (loader.progress(), self.loaded.clone());
         let (reporter, guest) = (agent.reporter.clone(), self.settings.guest.clone());
         let started = progress.clone();
-        let run = move || match loader.run(&*source) {
+        // If it has not been started, whoever waits for that tells why.
+        let (name, alarming) = (guest.clone(), reporter.clone());
+        let lost = move |why: &str| {
+            if started.has_started() {
+                alarming.alarm(&format!("GUEST {name} IS LOST: {why}"));
+            }
+        };
+        let run = move || match loader.run(&*source, &lost) {
             Ok(loaded) => {
                 reporter.loaded(&guest, &loaded);
                 touched.learn(&loaded.missed);
@@ -238,10 +245,6 @@ impl Restoring {
                 }
             }
             Err(failure) => {
-                // If it has not been started, whoever waits for that tells why.
-                if started.has_started() {
-                    reporter.alarm(&format!("GUEST {guest} IS LOST: {failure}"));
-                }
                 // Until this program ends with it, nobody may find what was waited for.
                 std::mem::forget(failure);
             }

@@ -233,14 +233,19 @@ impl Loader {
     /// Serves the guest until all its memory is there, with helpers of its own. To be called on a
     /// thread that nobody who is traced or traces waits for, before the ghost's memory is touched.
     ///
-    /// On failure the guest has been told to die; see [`LoadFailure`].
-    pub fn run(self, source: &dyn PageSource) -> Result<Loaded, LoadFailure> {
+    /// On failure the guest has been told to die; see [`LoadFailure`]. Before that `lost` hears
+    /// why: whoever waits for the guest's end may be gone with it.
+    pub fn run(self, source: &dyn PageSource, lost: &dyn Fn(&str)) -> Result<Loaded, LoadFailure> {
         let Self { spaces, first, order, head, init, progress } = self;
+        let fail = |spaces, why: String| {
+            lost(&why);
+            fail(&init, spaces, &progress, why)
+        };
         let _told = Told(&progress);
         let bell = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         let bell = match bell {
             Ok(bell) => bell,
-            Err(errno) => return Err(fail(&init, spaces, &progress, errno.to_string())),
+            Err(errno) => return Err(fail(spaces, errno.to_string())),
         };
         let (replies, answered) = mpsc::channel();
         let (urgent, urgent_requests) = mpsc::channel();
@@ -258,7 +263,7 @@ impl Loader {
                     let helper = std::thread::Builder::new().spawn_scoped(scope, helper);
                     if let Err(error) = helper {
                         let why = format!("start a thread: {error}");
-                        return Err(fail(&init, spaces, &progress, why));
+                        return Err(fail(spaces, why));
                     }
                 }
             }
@@ -292,7 +297,7 @@ impl Loader {
                     progress.decide(Ok(()));
                     Ok(loaded)
                 }
-                Err(why) => Err(fail(&init, work.spaces, &progress, why)),
+                Err(why) => Err(fail(work.spaces, why)),
             }
         })
     }

@@ -199,6 +199,8 @@ pub fn stopped_without_memory() {
     }
     let failure = loading.thread.join().expect("does not panic").expect_err("has no memory");
     assert!(failure.to_string().contains("the line is dead"), "{failure}");
+    let (why, lives) = loading.lost.recv().expect("was told");
+    assert!(lives && why.contains("the line is dead"), "{why}, {lives}");
     let rest = primary.die();
     assert!(!rest.contains("LOST"), "{rest}");
 }

@@ -194,6 +194,8 @@ fn rules(shared: Option<&str>) -> FileRules {
 /// Memory that is still coming.
 pub struct Loading {
     pub progress: Arc<LoaderProgress>,
+    /// Why memory could not be had, and whether the guest lived when this was told.
+    pub lost: std::sync::mpsc::Receiver<(String, bool)>,
     pub thread: JoinHandle<Result<Loaded, LoadFailure>>,
 }
 
@@ -260,10 +262,18 @@ impl Spare {
         plan: &Plan,
     ) -> Result<(Primary, Loading), String> {
         let (from, mut loading) = (source.clone(), None);
+        let init = self.ghost.init().host_pid();
         let start = |loader: Loader| {
             let progress = loader.progress();
-            let thread = std::thread::spawn(move || loader.run(&*from));
-            loading = Some(Loading { progress, thread });
+            let (told, lost) = std::sync::mpsc::channel();
+            let init = format!("/proc/{init}/maps");
+            let tell = move |why: &str| {
+                // The maps of a process that is being ended are empty, or gone.
+                let lives = std::fs::read(&init).is_ok_and(|maps| !maps.is_empty());
+                let _ = told.send((why.to_owned(), lives));
+            };
+            let thread = std::thread::spawn(move || loader.run(&*from, &tell));
+            loading = Some(Loading { progress, thread, lost });
             Ok(())
         };
         let applied = self.ghost.apply_late(checkpoint, &*source, plan, start);
