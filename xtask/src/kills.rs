@@ -44,7 +44,7 @@ pub struct KillArguments {
 }
 
 impl Default for KillArguments {
-    /// Each program once.
+    /// Each program once, two at a time.
     fn default() -> KillArguments {
         let count = programs().len() as u64;
         KillArguments {
@@ -55,7 +55,7 @@ impl Default for KillArguments {
             unnoticed: false,
             programs: vec![],
             epoch_ms: 100,
-            jobs: 1,
+            jobs: 2,
         }
     }
 }
