@@ -4,22 +4,17 @@
 //! uses holds `/dev/fuse`. Each scene here hangs when what it is about is done in that table.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use hotspare_files::{ReplicatedDir, Role};
-use hotspare_image::memory::SharedId;
 use hotspare_image::objects::{FileId, FileOwner, Object, OpenFile};
 use hotspare_image::sockets::{SocketAddress, UnixSocket};
-use hotspare_image::tree::{ClockReading, GuestPid, HostPath};
-use hotspare_kernel::HostPid;
+use hotspare_image::tree::{ClockReading, HostPath};
 use hotspare_kernel::opener::Opener;
-use hotspare_process::objects::restore::{
-    GhostParts, RestoreContext, own_descriptors, restore_all,
-};
+use hotspare_process::objects::restore::{NoParts, RestoreContext, own_descriptors, restore_all};
 use hotspare_process::objects::rules::{FileRules, Standing};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::ptrace::{self, Options};
@@ -67,21 +62,6 @@ fn agent() {
             restored.join().unwrap();
         }
         other => panic!("{other}"),
-    }
-}
-
-/// A ghost that has nothing.
-struct NoParts;
-
-impl GhostParts for NoParts {
-    fn host_pid(&self, _: GuestPid) -> Option<HostPid> {
-        None
-    }
-    fn shared(&self, _: SharedId) -> Option<BorrowedFd<'_>> {
-        None
-    }
-    fn outside(&self, _: i32) -> Option<BorrowedFd<'_>> {
-        None
     }
 }
 

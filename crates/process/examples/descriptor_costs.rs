@@ -4,7 +4,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -13,9 +13,7 @@ use hotspare_image::objects::Descriptor;
 use hotspare_image::tree::{ClockReading, GuestPid};
 use hotspare_kernel::{HostPid, descriptor, epoll, pidfd};
 use hotspare_process::objects::capture::{Captured, DescriptorCapture};
-use hotspare_process::objects::restore::{
-    GhostParts, RestoreContext, own_descriptors, restore_all,
-};
+use hotspare_process::objects::restore::{NoParts, RestoreContext, own_descriptors, restore_all};
 use hotspare_process::objects::rules::FileRules;
 use hotspare_process::objects::socket::SocketCapture;
 use hotspare_process::objects::table::GuestProcess;
@@ -87,20 +85,6 @@ fn open(kind: &str) -> Result<Vec<OwnedFd>, Failure> {
         }
     }
     Ok(opened)
-}
-
-struct NoParts;
-
-impl GhostParts for NoParts {
-    fn host_pid(&self, _: GuestPid) -> Option<HostPid> {
-        None
-    }
-    fn shared(&self, _: SharedId) -> Option<BorrowedFd<'_>> {
-        None
-    }
-    fn outside(&self, _: i32) -> Option<BorrowedFd<'_>> {
-        None
-    }
 }
 
 /// The tenth part: what it costs when nothing else wants the processor.

@@ -5,16 +5,14 @@
 use std::error::Error;
 use std::fs::File;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 
-use hotspare_image::memory::SharedId;
 use hotspare_image::objects::{FileId, FileOwner, OpenFile};
 use hotspare_image::tree::{ClockReading, GuestPid, HostPath};
-use hotspare_kernel::HostPid;
 use hotspare_process::objects::ipc::IpcCapture;
-use hotspare_process::objects::restore::{GhostParts, RestoreContext, own_descriptors};
+use hotspare_process::objects::restore::{NoParts, RestoreContext, own_descriptors};
 use hotspare_process::objects::rules::FileRules;
 use hotspare_process::objects::socket::{SocketCapture, go_live, restore};
 use hotspare_process::objects::unix::{GuestView, Made};
@@ -33,21 +31,6 @@ impl Instant {
     }
     fn elapsed_us(&self) -> f64 {
         Self::now().0 - self.0
-    }
-}
-
-/// A ghost that has nothing but sockets.
-struct NoParts;
-
-impl GhostParts for NoParts {
-    fn host_pid(&self, _: GuestPid) -> Option<HostPid> {
-        None
-    }
-    fn shared(&self, _: SharedId) -> Option<BorrowedFd<'_>> {
-        None
-    }
-    fn outside(&self, _: i32) -> Option<BorrowedFd<'_>> {
-        None
     }
 }
 

@@ -7,14 +7,13 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::PathBuf;
 
-use hotspare_image::memory::SharedId;
 use hotspare_image::objects::{FileId, FileOwner, Object, OpenFile};
 use hotspare_image::tree::{ClockReading, GuestPid, HostPath};
+use hotspare_kernel::descriptor;
 use hotspare_kernel::segment::SegmentSender;
 use hotspare_kernel::socket::{self, Outgoing};
-use hotspare_kernel::{HostPid, descriptor};
 use hotspare_process::objects::error::{ObjectError, ObjectResult};
-use hotspare_process::objects::restore::{GhostParts, RestoreContext, own_descriptors};
+use hotspare_process::objects::restore::{NoParts, RestoreContext, own_descriptors};
 use hotspare_process::objects::rules::FileRules;
 use hotspare_process::objects::socket::{SocketCapture, go_live, settle};
 use hotspare_process::objects::unix::{GuestView, Made, SocketPairs};
@@ -111,21 +110,6 @@ impl Ghost {
     }
     fn take<T: From<OwnedFd>>(&mut self, number: u32) -> T {
         self.0.remove(&FileId(number)).expect("restored").into()
-    }
-}
-
-/// A ghost that has nothing but sockets.
-struct NoParts;
-
-impl GhostParts for NoParts {
-    fn host_pid(&self, _: GuestPid) -> Option<HostPid> {
-        None
-    }
-    fn shared(&self, _: SharedId) -> Option<BorrowedFd<'_>> {
-        None
-    }
-    fn outside(&self, _: i32) -> Option<BorrowedFd<'_>> {
-        None
     }
 }
 

@@ -11,29 +11,7 @@ use serde_json::Value;
 
 use super::between::{Act, Request, Side, start};
 use super::places::S3;
-use super::{BINARY, PATIENT, aws, kill, restore, restored_epoch, scene, settle, stored};
-
-/// Fills 8 MiB with the number of the round, and looks at every byte that the round before has left
-/// there: memory of which some is of another checkpoint is found.
-const CHECKER: &str = r#"
-import mmap, sys, time
-SIZE, CHUNK = 8 << 20, 1 << 18
-memory = mmap.mmap(-1, SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-block = lambda round: b'%08d' % round * (CHUNK // 8)
-memory[:] = block(0) * (SIZE // CHUNK)
-old, number = block(0), 0
-while True:
-    number += 1
-    new = block(number)
-    for at in range(0, SIZE, CHUNK):
-        if memory[at:at + CHUNK] != old:
-            print('WRONG in round', number, 'at', at, flush=True)
-            sys.exit(3)
-        memory[at:at + CHUNK] = new
-        time.sleep(0.001)
-    old = new
-    print('fine', number, flush=True)
-"#;
+use super::{BINARY, PATIENT, aws, checker, kill, restore, restored_epoch, scene, settle, stored};
 
 /// Whether this is it; and how many times it is let go by before.
 fn is_at(point: Point, request: &Request, side: Side) -> (bool, u32) {
@@ -93,7 +71,8 @@ fn wherever_an_agent_dies_while_it_stores_the_newest_checkpoint_comes_back_as_it
         aws(&mut command);
         command.args(["run", "--json", "--insecure", "--epoch", "50ms", "--guest", "checker"]);
         command.args(["--store", &through]).args(BRIEFLY).args(PATIENT);
-        let primary = host.spawn(command.args(["--", "python3", "-c", CHECKER])).unwrap();
+        let primary =
+            host.spawn(command.args(["--", "python3", "-c", &checker(8, 0.001)])).unwrap();
         let held = is_held.recv_timeout(HANG);
         assert!(held.is_ok(), "{point:?} is not reached:\n{}", primary.said());
         kill(&primary);

@@ -295,11 +295,16 @@ fn a_host_that_differs_is_refused_with_each_difference() {
     assert!(refused.contains(&name) && refused.contains("damaged at byte"), "{refused}");
 }
 
-/// Fills 64 MiB with the number of the round, as fast as it can, and looks at what the round before
-/// has left there.
+/// A Python program that fills `mib` MiB with the number of the round, in pieces with pauses of
+/// `pause_s`, and looks at what the round before has left there: memory of which some is of another
+/// checkpoint is found.
+fn checker(mib: u32, pause_s: f64) -> String {
+    CHECKER.replace("MIB", &mib.to_string()).replace("PAUSE_S", &pause_s.to_string())
+}
+
 const CHECKER: &str = r#"
-import mmap, sys
-SIZE, CHUNK = 64 << 20, 1 << 20
+import mmap, sys, time
+SIZE, CHUNK = MIB << 20, MIB << 15
 memory = mmap.mmap(-1, SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 block = lambda round: b'%08d' % round * (CHUNK // 8)
 memory[:] = block(0) * (SIZE // CHUNK)
@@ -312,8 +317,10 @@ while True:
             print('WRONG in round', number, 'at', at, flush=True)
             sys.exit(3)
         memory[at:at + CHUNK] = new
+        if PAUSE_S:
+            time.sleep(PAUSE_S)
     old = new
-    if number % 10 == 0:
+    if PAUSE_S or number % 10 == 0:
         print('fine', number, flush=True)
 "#;
 
@@ -325,7 +332,7 @@ fn a_guest_that_writes_faster_than_it_is_copied_comes_back_as_it_was() {
     let mut scene = scene(1, &store, &[]);
     scene.engine.service_cidr = None;
     scene.engine.more[1] = "checker".into();
-    let words = ["python3", "-c", CHECKER].map(str::to_owned);
+    let words = ["python3", "-c", &checker(64, 0.0)].map(str::to_owned);
     let primary = scene.engine.run(scene.host(0), &[], &words).unwrap();
     says(&primary, "the guest writes faster than its memory can be copied");
     let mut epochs: Vec<Value> = Vec::new();

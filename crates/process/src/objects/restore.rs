@@ -42,6 +42,22 @@ pub trait GhostParts {
     }
 }
 
+/// A ghost that has nothing but descriptors.
+#[derive(Clone, Copy, Debug)]
+pub struct NoParts;
+
+impl GhostParts for NoParts {
+    fn host_pid(&self, _: GuestPid) -> Option<HostPid> {
+        None
+    }
+    fn shared(&self, _: SharedId) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    fn outside(&self, _: i32) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
 /// Where files are made.
 pub struct RestoreContext<'a> {
     /// The ghost.
