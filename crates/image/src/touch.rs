@@ -16,6 +16,11 @@ pub struct TouchSet {
     /// Whether reads were seen as well; if not, pages that were only read are missing.
     #[n(1)]
     pub has_reads: bool,
+    /// Pages that no restart can do without before the program runs, whatever it touches. Those
+    /// that the checkpoint does not have are of no concern.
+    #[n(2)]
+    #[cbor(default)]
+    pub needed: Vec<Span>,
 }
 
 /// Pages that were touched for the first time in one part of the window.

@@ -656,7 +656,7 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     let common = &arguments.common;
     let reporter = Reporter::new(common.json);
     let store = arguments.store.open(&arguments.from)?;
-    let found = find_touched(&store, &arguments.guest, arguments.at)?;
+    let found = find_touched(&store, &arguments.guest, arguments.at, arguments.beginning())?;
     let mut restoring = Restoring::prepare(found, &facts::read()?, arguments.service_address)?;
     restoring.settings.store = arguments.store.settings()?;
     restoring.settings.arbiter = common.arbiter.identity();
@@ -683,7 +683,7 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     ));
     let mut spare = Spare::new(agent.clone(), inbox, common.hook());
     let bridge = common.service_bridge.as_deref();
-    spare.ghost = Some(restoring.build(&agent, bridge, arguments.beginning())?);
+    spare.ghost = Some(restoring.build(&agent, bridge)?);
     let (age, from) = (restoring.age, arguments.from.to_string());
     spare.stored = Some(Stale { age, from, began });
     if let Some(Ok(Some(warning))) = asking.map(JoinHandle::join) {

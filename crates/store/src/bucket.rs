@@ -13,6 +13,7 @@ use object_store::{
     PutPayload, RetryConfig,
 };
 use tokio::runtime::Runtime;
+use tokio::sync::Semaphore;
 use tokio_stream::StreamExt;
 
 use crate::error::{StoreError, StoreResult};
@@ -21,6 +22,9 @@ use crate::error::{StoreError, StoreResult};
 const REQUEST: Duration = Duration::from_secs(30);
 /// How long a request is repeated that fails for a reason that passes.
 const RETRY: Duration = Duration::from_secs(5);
+
+/// Requests under way at once, of one call: their round trips pass beside each other.
+const AT_ONCE: usize = 64;
 
 /// `--store`, taken apart.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -98,7 +102,7 @@ pub struct Requests {
 }
 
 /// What lies so close together comes by one request: less than a round trip brings.
-const GAP_BYTES_MAX: u64 = 64 << 10;
+pub(crate) const GAP_BYTES_MAX: u64 = 64 << 10;
 
 /// Bytes of some ranges of an object.
 pub type Parts = Vec<Vec<u8>>;
@@ -240,7 +244,6 @@ impl Bucket {
 
     /// Several whole objects, some at a time.
     pub fn get_all(&self, names: &[String]) -> StoreResult<Vec<Vec<u8>>> {
-        const AT_ONCE: usize = 16;
         self.count(|requests| requests.gets += names.len() as u64);
         let mut all = Vec::new();
         for some in names.chunks(AT_ONCE) {
@@ -272,10 +275,14 @@ impl Bucket {
         self.count(|counted| counted.gets += requests);
         let got = self.runtime.block_on(async {
             let mut reading = Vec::new();
+            let room = Arc::new(Semaphore::new(AT_ONCE));
             for (name, ranges) in wanted {
                 let (objects, path) = (Arc::clone(&self.objects), self.path(name));
                 let (ranges, local) = (ranges.clone(), self.directory.is_some());
+                let room = room.clone();
                 reading.push(tokio::spawn(async move {
+                    // It is never closed; if it were, nobody would have to wait.
+                    let _place = room.acquire().await;
                     if local {
                         return objects.get_ranges(&path, &ranges).await;
                     }

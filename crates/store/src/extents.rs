@@ -24,6 +24,23 @@ impl<V> Default for Extents<V> {
 }
 
 impl<V: Run> Extents<V> {
+    /// Of runs that are in order, none over another: first page, pages, value of the first.
+    #[must_use]
+    pub fn of_sorted(runs: impl Iterator<Item = (u64, u64, V)>) -> Self {
+        let mut joined: Vec<(u64, (u64, V))> = Vec::new();
+        for (first, pages, value) in runs {
+            match joined.last_mut() {
+                Some((start, (length, had)))
+                    if *start + *length == first && had.after(*length) == value =>
+                {
+                    *length += pages;
+                }
+                _ => joined.push((first, (pages, value))),
+            }
+        }
+        Self(joined.into_iter().collect())
+    }
+
     /// Gives pages a value, whatever they had; `lost` is told of each run that had another.
     pub fn put(&mut self, first: u64, pages: u64, value: V, lost: &mut impl FnMut(u64, V)) {
         if pages == 0 {

@@ -4,9 +4,12 @@
 //! whole. `docs/formats/store.md` has the bytes.
 #![forbid(unsafe_code)]
 
+mod ahead;
 mod bucket;
+mod chain;
 mod error;
 pub mod extents;
+mod fold;
 pub mod fuzz;
 mod gather;
 mod manifest;

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
-use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use hotspare_image::memory::PAGE_BYTES;
@@ -10,19 +9,20 @@ use hotspare_image::source::{self, BlockContent, PageSource, SourceError, Span};
 use hotspare_image::touch::TouchSet;
 use hotspare_image::{Checkpoint, SharedBytes};
 
+use crate::ahead::Ahead;
 use crate::bucket::{Address, Bucket};
+use crate::chain::{BlockId, Chain, Link, WINDOW_BYTES, windows};
 use crate::error::{StoreError, StoreResult};
 use crate::extents::Run;
-use crate::manifest::{About, BLOCK_PAGES, Block, Manifest, Place, is_encrypted};
+use crate::fold::{Layer, fold};
+use crate::manifest::{About, BLOCK_PAGES, Manifest, Place, is_encrypted};
 use crate::names::{self, Base, Name};
 use crate::pages::{Held, Pages, owners};
-use crate::seal::{self, Key};
+use crate::seal::Key;
 use crate::writer::{folder, open_reign, reign_name};
 
 pub use crate::writer::ReignRecord as Reign;
 
-/// Bytes that are asked for at once when everything is wanted.
-const WINDOW_BYTES: u64 = 8 << 20;
 /// Longest span that [`PageSource::all`] gives.
 const SPAN_PAGES: u64 = 256;
 
@@ -174,6 +174,38 @@ impl Store {
 
     /// Gets ready to read a checkpoint.
     pub fn load(&self, guest: &str, catalogue: &Catalogue, name: Name) -> StoreResult<Loaded> {
+        self.load_ahead(guest, catalogue, name, |_| Vec::new())
+    }
+
+    /// The same; and fetches, beside its state, what `soon` says will be read before long. It is
+    /// asked as soon as it is known which pages there are.
+    pub fn load_ahead(
+        &self,
+        guest: &str,
+        catalogue: &Catalogue,
+        name: Name,
+        soon: impl FnOnce(&Loaded) -> Vec<Span>,
+    ) -> StoreResult<Loaded> {
+        let chain = Arc::new(self.chain(guest, catalogue, name)?);
+        std::thread::scope(|scope| {
+            let asked = std::thread::Builder::new().spawn_scoped(scope, || chain.state());
+            let asked = asked.map_err(StoreError::local("start a thread"))?;
+            let links = (0..).zip(&chain.links);
+            let pages = fold(links.map(|(at, link)| Layer::of(&link.manifest, at)).collect());
+            let (by_block, ahead) = (OnceLock::new(), Ahead::default());
+            let mut loaded =
+                Loaded { chain: chain.clone(), pages, by_block, ahead, state: Vec::new() };
+            let soon = loaded.blocks_of(&soon(&loaded));
+            loaded.ahead = Ahead::begin(&chain, &soon);
+            let state = asked.join().map_err(|_| StoreError::Local("a thread failed".into()))?;
+            loaded.state = state?;
+            let checkpoint = loaded.checkpoint()?;
+            loaded.pages.retain(&owners(&checkpoint), &mut |_, _| {});
+            Ok(loaded)
+        })
+    }
+
+    fn chain(&self, guest: &str, catalogue: &Catalogue, name: Name) -> StoreResult<Chain> {
         let chain = catalogue.chain(name.reign, name.epoch).ok_or_else(|| {
             StoreError::Missing(format!("a checkpoint that epoch {} stands on", name.epoch))
         })?;
@@ -184,65 +216,46 @@ impl Store {
         for (name, bytes) in chain.into_iter().zip(read) {
             links.push(Link { name, manifest: self.open_manifest(guest, name, &bytes)? });
         }
-        let mut pages = Pages::default();
-        for (at, link) in links.iter().enumerate() {
-            pages.follow(&link.manifest.pages(at as u32), |place| place);
-        }
-        let (by_block, state) = (OnceLock::new(), OnceLock::new());
-        let mut loaded = Loaded { store: self.clone(), folder, links, pages, by_block, state };
-        let checkpoint = loaded.checkpoint()?;
-        loaded.pages.retain(&owners(&checkpoint), &mut |_, _| {});
-        Ok(loaded)
+        Ok(Chain { store: self.clone(), folder, links })
     }
-}
-
-#[derive(Debug)]
-struct Link {
-    name: Name,
-    manifest: Manifest,
 }
 
 /// A checkpoint that can be read.
 #[derive(Debug)]
 pub struct Loaded {
-    store: Store,
-    folder: String,
-    links: Vec<Link>,
+    chain: Arc<Chain>,
     pages: Pages<Place>,
-    by_block: OnceLock<BTreeMap<(u32, u64), Vec<Span>>>,
-    state: OnceLock<Vec<u8>>,
+    by_block: OnceLock<BTreeMap<BlockId, Vec<Span>>>,
+    ahead: Ahead,
+    state: Vec<u8>,
 }
 
 impl Loaded {
-    fn end(&self) -> &Link {
-        self.links.last().expect("a chain has an end")
-    }
-
     /// What is known of it.
     #[must_use]
     pub fn about(&self) -> &About {
-        &self.end().manifest.about
+        &self.chain.end().manifest.about
     }
 
     /// Its name.
     #[must_use]
     pub fn name(&self) -> Name {
-        self.end().name
+        self.chain.end().name
     }
 
     /// What its program touched, as far as that is known.
     pub fn touches(&self) -> StoreResult<TouchSet> {
-        self.store.touches(&self.about().guest, self.name().reign)
+        self.chain.store.touches(&self.about().guest, self.name().reign)
     }
 
     /// A restart has learned more.
     pub fn put_touches(&self, touched: &TouchSet) -> StoreResult<()> {
-        self.store.put_touches(&self.about().guest, self.name().reign, touched)
+        self.chain.store.put_touches(&self.about().guest, self.name().reign, touched)
     }
 
     /// Names of all that it needs.
     pub fn chain(&self) -> impl Iterator<Item = Name> {
-        self.links.iter().map(|link| link.name)
+        self.chain.links.iter().map(|link| link.name)
     }
 
     /// Which pages it has.
@@ -251,83 +264,22 @@ impl Loaded {
         &self.pages
     }
 
-    fn pack_name(&self, link: u32, pack: u32) -> String {
-        let Link { name, manifest } = &self.links[link as usize];
-        format!("{}/packs/{}", self.folder, name.pack(manifest.attempt, pack as usize))
-    }
-
-    /// Blocks, unpacked, of whichever links and packs, all at a time.
-    fn blocks(&self, wanted: &[(u32, &Block)]) -> StoreResult<Vec<Vec<u8>>> {
-        let mut objects: Vec<(String, Vec<Range<u64>>)> = Vec::new();
-        for some in wanted.chunk_by(|a, b| (a.0, a.1.pack) == (b.0, b.1.pack)) {
-            let range =
-                |(_, block): &(u32, &Block)| block.offset..block.offset + u64::from(block.stored);
-            let object = self.pack_name(some[0].0, some[0].1.pack);
-            objects.push((object, some.iter().map(range).collect()));
-        }
-        let read = self.store.bucket.get_parts(&objects)?;
-        let parts = objects
-            .iter()
-            .zip(read)
-            .flat_map(|((object, _), parts)| parts.into_iter().map(move |stored| (object, stored)));
-        wanted
-            .iter()
-            .zip(parts)
-            .map(|((_, block), (object, stored))| self.open(object, stored, block))
-            .collect()
-    }
-
-    fn open(&self, object: &str, stored: Vec<u8>, block: &Block) -> StoreResult<Vec<u8>> {
-        if seal::hash(&stored) != block.hash {
-            let why = format!("some of the {} bytes from there have changed", block.stored);
-            return Err(StoreError::damaged(object, block.offset, why));
-        }
-        let key = self.store.key.as_ref();
-        let (at, raw) = ((object, block.offset), block.raw as usize);
-        seal::unpack(stored, key, key.is_some(), at, raw)
-    }
-
-    /// Reads blocks in order, several by one request.
-    fn each_block(
-        &self,
-        link: u32,
-        blocks: &[Block],
-        mut each: impl FnMut(usize, Vec<u8>) -> StoreResult<()>,
-    ) -> StoreResult<()> {
-        for Range { start, end } in windows(blocks) {
-            let some: Vec<_> = blocks[start..end].iter().map(|block| (link, block)).collect();
-            for (at, raw) in (start..).zip(self.blocks(&some)?) {
-                each(at, raw)?;
-            }
-        }
-        Ok(())
-    }
-
     /// The bytes of its state.
-    pub fn state(&self) -> StoreResult<Vec<u8>> {
-        if let Some(state) = self.state.get() {
-            return Ok(state.clone());
-        }
-        let mut state = Vec::new();
-        let link = self.links.len() as u32 - 1;
-        self.each_block(link, &self.end().manifest.state, |_, raw| {
-            state.extend(raw);
-            Ok(())
-        })?;
-        Ok(self.state.get_or_init(|| state).clone())
+    pub(crate) fn state(&self) -> &[u8] {
+        &self.state
     }
 
     /// Its state.
     pub fn checkpoint(&self) -> StoreResult<Checkpoint> {
         let object = self.name().manifest();
         let wrong = |why: String| StoreError::damaged(&object, 0, why);
-        Checkpoint::from_bytes(&self.state()?).map_err(|error| wrong(error.to_string()))
+        Checkpoint::from_bytes(&self.state).map_err(|error| wrong(error.to_string()))
     }
 
     /// Bytes of the file changes of the whole chain.
     #[must_use]
     pub fn changes_bytes(&self) -> u64 {
-        let blocks = self.links.iter().flat_map(|link| &link.manifest.changes);
+        let blocks = self.chain.links.iter().flat_map(|link| &link.manifest.changes);
         blocks.map(|block| u64::from(block.raw)).sum()
     }
 
@@ -378,18 +330,18 @@ impl Loaded {
     /// Checks every byte of the checkpoint, and of what it stands on; how many objects these are.
     pub fn verify(&self) -> StoreResult<u64> {
         let mut objects = 0;
-        for (at, link) in self.links.iter().enumerate() {
+        for (at, link) in self.chain.links.iter().enumerate() {
             let Manifest { packs, state, changes, blocks, .. } = &link.manifest;
             for (pack, bytes) in packs.iter().enumerate() {
-                let object = self.pack_name(at as u32, pack as u32);
-                let length = self.store.bucket.length(&object)?;
+                let object = self.chain.pack_name(at as u32, pack as u32);
+                let length = self.chain.store.bucket.length(&object)?;
                 if length != *bytes {
                     let why = format!("it has {length} bytes, and had {bytes}");
                     return Err(StoreError::damaged(&object, length.min(*bytes), why));
                 }
             }
             for blocks in [state, changes, blocks] {
-                self.each_block(at as u32, blocks, |_, _| Ok(()))?;
+                self.chain.each_block(at as u32, blocks, |_, _| Ok(()))?;
             }
             objects += packs.len() as u64 + 1;
         }
@@ -398,45 +350,42 @@ impl Loaded {
 
     /// The pages of `wanted`, see [`PageSource::read`].
     pub fn read_spans(&self, wanted: &[Span]) -> StoreResult<Vec<source::Block>> {
-        let mut pieces = Vec::new();
-        let mut blocks = BTreeSet::new();
-        for span in wanted {
-            for (first, pages, held) in self.covered(span) {
-                if let Some(Held::At(place)) = held {
-                    let last = place.page + pages - 1;
-                    let needed = place.page / BLOCK_PAGES..=last / BLOCK_PAGES;
-                    blocks.extend(needed.map(|block| (place.link, block as usize)));
-                }
-                pieces.push((span.owner, first, pages, held));
-            }
-        }
-        let read = self.read_blocks(&blocks)?;
-        let mut found = Vec::new();
-        for (owner, first, pages, held) in pieces {
-            let whole = Span { owner, start: first * PAGE_BYTES, pages };
-            match held {
-                None => found.push(source::Block { span: whole, content: BlockContent::Absent }),
-                Some(Held::Zero) => {
-                    found.push(source::Block { span: whole, content: BlockContent::Zero });
-                }
+        let parts: Vec<_> = wanted.iter().flat_map(|span| self.parts(span)).collect();
+        let blocks = parts.iter().filter_map(|(_, held)| block_of((*held)?));
+        let read = self.read_blocks(&blocks.collect())?;
+        let found = parts.into_iter().map(|(span, held)| {
+            let content = match held {
+                None => BlockContent::Absent,
+                Some(Held::Zero) => BlockContent::Zero,
                 Some(Held::At(place)) => {
-                    let mut done = 0;
-                    while done < pages {
-                        let page = place.page + done;
-                        let (block, inside) = (page / BLOCK_PAGES, page % BLOCK_PAGES);
-                        let some = (BLOCK_PAGES - inside).min(pages - done);
-                        let from = (inside * PAGE_BYTES) as usize;
-                        let to = from + (some * PAGE_BYTES) as usize;
-                        let content = read[&(place.link, block as usize)].part(from..to);
-                        let start = whole.start + done * PAGE_BYTES;
-                        let span = Span { owner, start, pages: some };
-                        found.push(source::Block { span, content: BlockContent::Bytes(content) });
-                        done += some;
-                    }
+                    let from = (place.page % BLOCK_PAGES * PAGE_BYTES) as usize;
+                    let to = from + (span.pages * PAGE_BYTES) as usize;
+                    BlockContent::Bytes(read[&id_of(place)].part(from..to))
                 }
+            };
+            source::Block { span, content }
+        });
+        Ok(found.collect())
+    }
+
+    /// A span in parts of which none lies in two blocks, and what each holds.
+    fn parts(&self, span: &Span) -> Vec<(Span, Option<Held<Place>>)> {
+        let owner = span.owner;
+        let mut parts = Vec::new();
+        for (first, pages, held) in self.covered(span) {
+            let mut done = 0;
+            while done < pages {
+                let held = held.map(|held| held.after(done));
+                let some = match held {
+                    Some(Held::At(place)) => BLOCK_PAGES - place.page % BLOCK_PAGES,
+                    Some(Held::Zero) | None => pages,
+                };
+                let some = some.min(pages - done);
+                parts.push((Span { owner, start: (first + done) * PAGE_BYTES, pages: some }, held));
+                done += some;
             }
         }
-        Ok(found)
+        parts
     }
 
     fn covered(&self, span: &Span) -> Vec<(u64, u64, Option<Held<Place>>)> {
@@ -447,30 +396,81 @@ impl Loaded {
         }
     }
 
+    /// The blocks that have pages of `spans`, in this order, each once.
+    fn blocks_of(&self, spans: &[Span]) -> Vec<BlockId> {
+        let mut seen = BTreeSet::new();
+        let parts = spans.iter().flat_map(|span| self.parts(span));
+        parts.filter_map(|(_, held)| block_of(held?)).filter(|id| seen.insert(*id)).collect()
+    }
+
+    /// Of `spans`, what comes for about `room` bytes from the store: pages of blocks that have
+    /// many of them, for each comes whole. And the others. Both in the order of `spans`.
+    #[must_use]
+    pub fn cheapest(&self, spans: &[Span], mut room: u64) -> (Vec<Span>, Vec<Span>) {
+        let parts: Vec<_> = spans.iter().flat_map(|span| self.parts(span)).collect();
+        let mut wanted: BTreeMap<BlockId, u64> = BTreeMap::new();
+        for (span, held) in &parts {
+            if let Some(id) = held.and_then(block_of) {
+                *wanted.entry(id).or_default() += span.pages;
+            }
+        }
+        let stored = |id: &BlockId| u64::from(self.chain.block(*id).1.stored);
+        let mut blocks: Vec<(BlockId, u64)> = wanted.into_iter().collect();
+        blocks.sort_by_key(|(id, pages)| (stored(id) / pages, *id));
+        let mut cheap = BTreeSet::new();
+        for (id, _) in blocks {
+            let Some(less) = room.checked_sub(stored(&id)) else { break };
+            room = less;
+            cheap.insert(id);
+        }
+        let is_cheap = |held: Option<Held<Place>>| {
+            held.and_then(block_of).is_none_or(|id| cheap.contains(&id))
+        };
+        let (cheap, others): (Vec<_>, Vec<_>) =
+            parts.into_iter().partition(|(_, held)| is_cheap(*held));
+        (
+            joined(cheap.into_iter().map(|part| part.0)),
+            joined(others.into_iter().map(|part| part.0)),
+        )
+    }
+
     fn read_blocks(
         &self,
-        wanted: &BTreeSet<(u32, usize)>,
-    ) -> StoreResult<BTreeMap<(u32, usize), SharedBytes>> {
-        let block =
-            |&(link, at): &(u32, usize)| (link, &self.links[link as usize].manifest.blocks[at]);
-        let list: Vec<(u32, &Block)> = wanted.iter().map(block).collect();
-        let raw = self.blocks(&list)?.into_iter().map(SharedBytes::from);
-        Ok(wanted.iter().copied().zip(raw).collect())
+        wanted: &BTreeSet<BlockId>,
+    ) -> StoreResult<BTreeMap<BlockId, SharedBytes>> {
+        let (coming, mut rest): (Vec<BlockId>, Vec<BlockId>) =
+            wanted.iter().partition(|id| self.ahead.has(**id));
+        let mut found = self.fetch(&rest)?;
+        rest.clear();
+        for id in coming {
+            match self.ahead.wait_for(id) {
+                Some(block) => drop(found.insert(id, block)),
+                None => rest.push(id),
+            }
+        }
+        found.extend(self.fetch(&rest)?);
+        Ok(found)
+    }
+
+    fn fetch(&self, ids: &[BlockId]) -> StoreResult<BTreeMap<BlockId, SharedBytes>> {
+        let blocks: Vec<_> = ids.iter().map(|&id| self.chain.block(id)).collect();
+        let raw = self.chain.blocks(&blocks)?.into_iter().map(SharedBytes::from);
+        Ok(ids.iter().copied().zip(raw).collect())
     }
 
     /// The pages that each block has, as far as they count.
-    fn by_block(&self) -> &BTreeMap<(u32, u64), Vec<Span>> {
+    fn by_block(&self) -> &BTreeMap<BlockId, Vec<Span>> {
         self.by_block.get_or_init(|| {
-            let mut blocks: BTreeMap<(u32, u64), Vec<Span>> = BTreeMap::new();
+            let mut blocks: BTreeMap<BlockId, Vec<Span>> = BTreeMap::new();
             for (&owner, owned) in &self.pages.0 {
                 for (first, pages, held) in owned.pages.iter() {
                     let Held::At(place) = held else { continue };
                     let mut done = 0;
                     while done < pages {
-                        let page = place.page + done;
-                        let some = (BLOCK_PAGES - page % BLOCK_PAGES).min(pages - done);
+                        let place = place.after(done);
+                        let some = (BLOCK_PAGES - place.page % BLOCK_PAGES).min(pages - done);
                         let start = (first + done) * PAGE_BYTES;
-                        let block = blocks.entry((place.link, page / BLOCK_PAGES)).or_default();
+                        let block = blocks.entry(id_of(place)).or_default();
                         block.push(Span { owner, start, pages: some });
                         done += some;
                     }
@@ -481,22 +481,29 @@ impl Loaded {
     }
 }
 
-/// Runs of blocks that are read by one request each.
-fn windows(blocks: &[Block]) -> Vec<Range<usize>> {
-    let mut found: Vec<Range<usize>> = Vec::new();
-    for (at, block) in blocks.iter().enumerate() {
-        let joins = found.last().is_some_and(|last| {
-            let (first, before) = (&blocks[last.start], &blocks[at - 1]);
-            let follows = before.offset + u64::from(before.stored) == block.offset;
-            let end = block.offset + u64::from(block.stored);
-            first.pack == block.pack && follows && end - first.offset <= WINDOW_BYTES
-        });
-        match found.last_mut().filter(|_| joins) {
-            Some(last) => last.end = at + 1,
-            None => found.push(at..at + 1),
+fn id_of(place: Place) -> BlockId {
+    (place.link, (place.page / BLOCK_PAGES) as usize)
+}
+
+fn block_of(held: Held<Place>) -> Option<BlockId> {
+    match held {
+        Held::Zero => None,
+        Held::At(place) => Some(id_of(place)),
+    }
+}
+
+/// Spans of which none begins where the one before it ends.
+fn joined(spans: impl Iterator<Item = Span>) -> Vec<Span> {
+    let mut joined: Vec<Span> = Vec::new();
+    for span in spans {
+        match joined.last_mut() {
+            Some(last) if (last.owner, last.end()) == (span.owner, span.start) => {
+                last.pages += span.pages;
+            }
+            _ => joined.push(span),
         }
     }
-    found
+    joined
 }
 
 /// Reads file changes as they are wanted.
@@ -514,7 +521,7 @@ impl Read for Changes<'_> {
             if read > 0 || buffer.is_empty() {
                 return Ok(read);
             }
-            let Some(link) = self.loaded.links.get(self.link) else { return Ok(0) };
+            let Some(link) = self.loaded.chain.links.get(self.link) else { return Ok(0) };
             let Some(blocks) = link.manifest.changes.get(self.next..).filter(|b| !b.is_empty())
             else {
                 (self.link, self.next) = (self.link + 1, 0);
@@ -523,7 +530,7 @@ impl Read for Changes<'_> {
             let some = windows(blocks).first().cloned().unwrap_or(0..1);
             let blocks: Vec<_> =
                 blocks[some.clone()].iter().map(|block| (self.link as u32, block)).collect();
-            let raw = self.loaded.blocks(&blocks);
+            let raw = self.loaded.chain.blocks(&blocks);
             let raw = raw.map_err(std::io::Error::other)?;
             self.next += some.end;
             self.bytes = std::io::Cursor::new(raw.concat());
@@ -545,20 +552,13 @@ impl PageSource for Loaded {
 
     fn whole(&self, wanted: &[Span]) -> Vec<Span> {
         let (mut spans, mut seen) = (Vec::new(), BTreeSet::new());
-        for span in wanted {
-            for (first, pages, held) in self.covered(span) {
-                let Some(Held::At(place)) = held else {
-                    spans.push(Span { owner: span.owner, start: first * PAGE_BYTES, pages });
-                    continue;
-                };
-                let last = place.page + pages - 1;
-                for block in place.page / BLOCK_PAGES..=last / BLOCK_PAGES {
-                    if seen.insert((place.link, block)) {
-                        spans.extend(
-                            self.by_block().get(&(place.link, block)).into_iter().flatten(),
-                        );
-                    }
+        for (span, held) in wanted.iter().flat_map(|span| self.parts(span)) {
+            match held.and_then(block_of) {
+                None => spans.push(span),
+                Some(id) if seen.insert(id) => {
+                    spans.extend(self.by_block().get(&id).into_iter().flatten());
                 }
+                Some(_) => {}
             }
         }
         spans

@@ -407,7 +407,7 @@ impl Writer {
             Ok(())
         })?;
         packing.end_pages()?;
-        let (name, manifest, objects) = packing.finish(&loaded.state()?)?;
+        let (name, manifest, objects) = packing.finish(loaded.state())?;
         self.name_it(name, &manifest)?;
         (self.at_point)(Point::Folded)?;
         Ok(Some(Stored { name, objects: objects + 1 }))

@@ -5,6 +5,7 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -15,7 +16,7 @@ use hotspare_image::sockets::SocketAddress;
 use hotspare_image::source::PageSource;
 use hotspare_image::touch::TouchSet;
 use hotspare_net::takeover::ServiceAddress;
-use hotspare_process::lazy::{Loader, LoaderProgress, Plan, Start};
+use hotspare_process::lazy::{Due, EARLY_BYTES, Loader, LoaderProgress, Plan, Start};
 use hotspare_replica::HostFacts;
 use hotspare_store::{Catalogue, Loaded, Name, Store};
 
@@ -93,11 +94,47 @@ pub fn find(store: &Store, guest: &str, at: At) -> anyhow::Result<Loaded> {
     Ok(store.load(guest, &catalogue, name)?)
 }
 
-/// The same, with what its program touched.
-pub fn find_touched(store: &Store, guest: &str, at: At) -> anyhow::Result<Found> {
+/// The same, and fetches what comes before the guest runs while its state is still on its way.
+pub fn find_touched(
+    store: &Store,
+    guest: &str,
+    at: At,
+    beginning: Beginning,
+) -> anyhow::Result<Found> {
     let (catalogue, name) = look_for(store, guest, at)?;
-    let touches = Touched::ask(store, guest, name);
-    Ok(Found { loaded: store.load(guest, &catalogue, name)?, touches })
+    let asked = ask_for_touched(store, guest, name);
+    let (mut touched, mut plan) = (TouchSet::default(), Plan::default());
+    let soon = |loaded: &Loaded| {
+        touched = asked.and_then(|asked| asked.join().ok()).unwrap_or_default();
+        if let Beginning::With(start) = beginning {
+            plan = plan_of(loaded, &touched, start);
+        }
+        touched.needed.iter().chain(&plan.first).copied().collect()
+    };
+    let loaded = store.load_ahead(guest, &catalogue, name, soon)?;
+    if beginning == Beginning::Loaded {
+        plan.first = loaded.all();
+    }
+    Ok(Found { loaded, touched, plan })
+}
+
+/// Reads a touch set beside everything else. Without it pages come as they are asked for.
+fn ask_for_touched(store: &Store, guest: &str, name: Name) -> Option<JoinHandle<TouchSet>> {
+    let (store, guest) = (store.clone(), guest.to_owned());
+    let read = move || store.touches(&guest, name.reign).unwrap_or_default();
+    std::thread::Builder::new().name("touched".into()).spawn(read).ok()
+}
+
+/// In which order pages come. Of what would be waited for, an early start leaves out what is dear:
+/// a page for which a whole block must come.
+fn plan_of(loaded: &Loaded, touched: &TouchSet, start: Start) -> Plan {
+    let mut plan = Plan::new(touched, start);
+    if start == Start::Early {
+        let (first, dear) = loaded.cheapest(&plan.first, EARLY_BYTES);
+        plan.first = first;
+        plan.then.insert(0, Due { after: None, spans: dear });
+    }
+    plan
 }
 
 /// When the guest starts.
@@ -109,33 +146,17 @@ pub enum Beginning {
     With(Start),
 }
 
-/// A touch set that is being read.
-struct Touched(std::cell::Cell<Option<std::thread::JoinHandle<TouchSet>>>);
-
-impl Touched {
-    /// Reads it beside everything else.
-    fn ask(store: &Store, guest: &str, name: Name) -> Self {
-        let (store, guest) = (store.clone(), guest.to_owned());
-        // Without it pages come as they are asked for.
-        let read = move || store.touches(&guest, name.reign).unwrap_or_default();
-        let reading = std::thread::Builder::new().name("touched".into()).spawn(read);
-        Self(std::cell::Cell::new(reading.ok()))
-    }
-
-    fn take(&self) -> TouchSet {
-        self.0.take().and_then(|reading| reading.join().ok()).unwrap_or_default()
-    }
-}
-
 /// A checkpoint that was found.
 pub struct Found {
     loaded: Loaded,
-    touches: Touched,
+    touched: TouchSet,
+    plan: Plan,
 }
 
 /// A checkpoint on its way into a guest.
 pub struct Restoring {
-    touches: Touched,
+    touched: TouchSet,
+    plan: Plan,
     loaded: Arc<Loaded>,
     checkpoint: Checkpoint,
     /// Of the guest that is made of it.
@@ -147,7 +168,7 @@ pub struct Restoring {
 impl Restoring {
     /// Reads what is needed to judge; fails if this host does not qualify, and says all of why.
     pub fn prepare(
-        Found { loaded, touches }: Found,
+        Found { loaded, touched, plan }: Found,
         ours: &HostFacts,
         service: Option<ServiceAddress>,
     ) -> anyhow::Result<Self> {
@@ -172,7 +193,7 @@ impl Restoring {
             settings.service = Some(new);
         }
         let age = Duration::from_millis(now_ms().saturating_sub(about.time_ms));
-        Ok(Self { loaded: Arc::new(loaded), touches, checkpoint, settings, age })
+        Ok(Self { loaded: Arc::new(loaded), touched, plan, checkpoint, settings, age })
     }
 
     /// Which one it is.
@@ -181,12 +202,7 @@ impl Restoring {
     }
 
     /// Builds the ghost. On success it can start; what of its memory is not there comes behind it.
-    pub fn build(
-        &self,
-        agent: &Agent,
-        bridge: Option<&str>,
-        start: Beginning,
-    ) -> anyhow::Result<Held> {
+    pub fn build(&self, agent: &Agent, bridge: Option<&str>) -> anyhow::Result<Held> {
         for rule in self.settings.files.iter().filter(|rule| rule.replicated) {
             let is_empty = std::fs::read_dir(&rule.path).is_ok_and(|mut all| all.next().is_none());
             if std::path::Path::new(&rule.path).exists() && !is_empty {
@@ -202,28 +218,19 @@ impl Restoring {
         let mut changes = std::io::BufReader::new(self.loaded.changes());
         held.take_files(&mut changes, self.loaded.changes_bytes(), progress)
             .context("bring back the replicated directories")?;
-        let touched = self.touches.take();
-        let plan = match start {
-            Beginning::Loaded => Plan { first: self.loaded.all(), then: Vec::new() },
-            Beginning::With(start) => Plan::new(&touched, start),
-        };
         let mut loading = None;
         let run = |loader: Loader| {
-            loading = Some(self.load(agent, loader, touched)?);
+            loading = Some(self.load(agent, loader)?);
             Ok(())
         };
-        held.ghost.apply_late(self.checkpoint.clone(), &*self.loaded, &plan, run)?;
+        held.ghost.apply_late(self.checkpoint.clone(), &*self.loaded, &self.plan, run)?;
         held.late = loading;
         Ok(held)
     }
 
     /// Brings memory in on a thread of its own, from now on.
-    fn load(
-        &self,
-        agent: &Agent,
-        loader: Loader,
-        mut touched: TouchSet,
-    ) -> std::io::Result<Arc<LoaderProgress>> {
+    fn load(&self, agent: &Agent, loader: Loader) -> std::io::Result<Arc<LoaderProgress>> {
+        let mut touched = self.touched.clone();
         let (progress, source) = (loader.progress(), self.loaded.clone());
         let (reporter, guest) = (agent.reporter.clone(), self.settings.guest.clone());
         let started = progress.clone();

@@ -5,6 +5,8 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotspare_image::Checkpoint;
+use hotspare_process::lazy::needed_at_once;
 use hotspare_store::{About, Batch, Catalogue, Store, StoreError, StoreResult, Stored, Writer};
 
 use super::StoreSettings;
@@ -173,14 +175,18 @@ impl Upload {
         }
         let stored = writer.store_batch(batch, about.clone())?;
         self.catalogue.add(stored.name);
-        self.put_touched();
+        self.put_touched(&batch.state);
         Ok(Some(stored))
     }
 
-    /// Beside the checkpoint, what the guest was seen to touch. Nothing depends on it.
-    fn put_touched(&self) {
+    /// Beside the checkpoint, what the guest was seen to touch, and what of this state is needed
+    /// whatever it touches. Nothing depends on it.
+    fn put_touched(&self, state: &[u8]) {
         let touched = self.shared.touched.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let (Some(touched), Some(writer)) = (touched, &self.writer) else { return };
+        let (Some(mut touched), Some(writer)) = (touched, &self.writer) else { return };
+        if let Ok(checkpoint) = Checkpoint::from_bytes(state) {
+            touched.needed = needed_at_once(&checkpoint);
+        }
         let put = writer.store().put_touches(&self.guest, writer.reign(), &touched);
         if let Err(error) = put {
             tracing::debug!(%error, "what the guest touches is not stored this time");

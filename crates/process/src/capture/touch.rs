@@ -179,7 +179,7 @@ impl Touches {
     /// Closes the window. The page tables can be used for the next.
     #[must_use]
     pub fn end(self) -> (TouchSet, PageTables) {
-        (TouchSet { groups: self.groups, has_reads: true }, self.tables)
+        (TouchSet { groups: self.groups, has_reads: true, ..TouchSet::default() }, self.tables)
     }
 }
 

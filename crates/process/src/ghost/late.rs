@@ -174,6 +174,26 @@ fn late_places(checkpoint: &Checkpoint) -> BTreeMap<MmId, Ranges> {
     places.collect()
 }
 
+/// Pages that are brought in before the guest runs, whatever it will touch: what cannot come late,
+/// and what its threads go on with. Also those of which a checkpoint has nothing.
+#[must_use]
+pub fn needed_at_once(checkpoint: &Checkpoint) -> Vec<Span> {
+    let mut spans = vital(checkpoint);
+    let span = |owner, start: u64, end: u64| Span {
+        owner,
+        start,
+        pages: end.saturating_sub(start).div_ceil(PAGE_BYTES),
+    };
+    for space in &checkpoint.spaces {
+        let early = space.mappings.iter().filter(|mapping| !comes_late(mapping));
+        let owner = PageOwner::Mm(space.id);
+        spans.extend(early.map(|m| span(owner, m.range.start.0, m.range.end.0)));
+    }
+    let shared = checkpoint.shared.iter();
+    spans.extend(shared.map(|object| span(PageOwner::Shared(object.id), 0, object.bytes)));
+    spans
+}
+
 /// What the first instruction of every thread needs, and who looks at the process (ps reads its
 /// arguments, and is not made to wait for them).
 fn vital(checkpoint: &Checkpoint) -> Vec<Span> {

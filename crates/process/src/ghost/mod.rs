@@ -43,6 +43,7 @@ mod tree;
 pub use error::{GhostError, GhostResult};
 pub use files::FileWorld;
 pub use finalise::Finalised;
+pub use late::needed_at_once;
 
 use body::Body;
 use sources::SourceSet;

@@ -34,6 +34,8 @@ const REQUESTS_MAX: usize = 8;
 const URGENT_HELPERS: usize = 4;
 /// Fetched with a page that somebody waits for, first; more of it if that goes on in a row.
 const AROUND_BYTES: u64 = 128 << 10;
+/// Around what somebody waited for, so often [`REQUEST_BYTES`] on either side come next.
+const NEAR_RINGS: u64 = 2;
 
 /// Why a guest whose memory was not all there could not go on. It has been killed; until its last
 /// process has ended this must be kept, for whoever waits for a page would run on without it.
@@ -183,7 +185,8 @@ const QUEUE_MAX: Duration = Duration::from_millis(10);
 
 impl Pace {
     fn took(&mut self, time: Duration) {
-        self.fastest = self.fastest.min(time);
+        // One answer that came by a happy chance is not what others are measured by for ever.
+        self.fastest = self.fastest.saturating_add(self.fastest / 32).min(time);
         let is_slow = time > self.fastest + self.fastest.max(QUEUE_MAX);
         self.limit = if is_slow { self.limit - 1 } else { self.limit + 1 };
         self.limit = self.limit.clamp(2, REQUESTS_MAX);
@@ -342,6 +345,15 @@ fn fetch(
     }
 }
 
+/// Bytes that came over a line, unpacked.
+fn with_bytes(blocks: &[Block]) -> u64 {
+    let bytes = blocks.iter().map(|block| match &block.content {
+        BlockContent::Bytes(bytes) => bytes.len() as u64,
+        BlockContent::Zero | BlockContent::Absent => 0,
+    });
+    bytes.sum()
+}
+
 /// Whether a source gave what it was asked for, all of it.
 fn covers(wanted: &[Span], blocks: &[Block]) -> bool {
     let mut given = blocks.iter();
@@ -481,9 +493,14 @@ impl Work<'_> {
         let spans = self.claim(wanted, bytes).0;
         let request = Request { spans, kind: Kind::Urgent, sent: Instant::now() };
         let _ = self.urgent.send(request);
-        // It will probably go on from there.
-        let next = Span { owner, start: source + bytes, pages: REQUEST_BYTES / PAGE_BYTES };
-        self.order.push_front(next);
+        // It will probably go on from there, or near it.
+        for ring in (0..NEAR_RINGS).rev() {
+            let behind = source + bytes + ring * REQUEST_BYTES;
+            let before = source.checked_sub((ring + 1) * REQUEST_BYTES);
+            for start in before.into_iter().chain([behind]) {
+                self.order.push_front(Span { owner, start, pages: REQUEST_BYTES / PAGE_BYTES });
+            }
+        }
     }
 
     /// Keeps the helpers busy with what nobody waits for yet.
@@ -584,14 +601,16 @@ impl Work<'_> {
         if request.kind != Kind::Urgent {
             self.under_way -= 1;
             self.ahead -= usize::from(request.kind == Kind::Behind);
-            if bytes >= REQUEST_BYTES {
-                self.pace.took(request.sent.elapsed());
-            }
+        }
+        let blocks = blocks.map_err(|error| error.to_string())?;
+        // What is small, or zeroes, does not come over the line in the time of a whole request.
+        if request.kind == Kind::Behind && with_bytes(&blocks) >= REQUEST_BYTES {
+            self.pace.took(request.sent.elapsed());
         }
         if let Some(head) = &mut self.head {
             head.came(bytes, Instant::now());
         }
-        for block in blocks.map_err(|error| error.to_string())? {
+        for block in blocks {
             self.deliver(&block).map_err(|error| error.to_string())?;
         }
         for span in &request.spans {

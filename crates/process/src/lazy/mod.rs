@@ -22,5 +22,6 @@ mod space;
 pub use loader::{LoadFailure, Loaded, Loader, LoaderProgress};
 pub(crate) use space::LazySpace;
 
-pub use plan::{Due, Plan, Start, Window};
+pub use crate::ghost::needed_at_once;
+pub use plan::{Due, EARLY_BYTES, Plan, Start, Window};
 pub use sources::Sources;

@@ -146,7 +146,7 @@ mod tests {
             start += 10_000;
             group(until_ms, start, pages)
         });
-        TouchSet { groups: groups.collect(), has_reads: true }
+        TouchSet { groups: groups.collect(), has_reads: true, ..TouchSet::default() }
     }
 
     /// In pages.
