@@ -79,6 +79,28 @@ pub trait PageSource: Send + Sync {
         wanted.to_vec()
     }
 
+    /// Of `wanted`, what comes for about `room` bytes, and the others; both in the order of
+    /// `wanted`. Cheap is what comes along with much else of it.
+    fn cheapest(&self, wanted: &[Span], room: u64) -> (Vec<Span>, Vec<Span>) {
+        let mut room = room / PAGE_BYTES;
+        let (mut cheap, mut others) = (Vec::new(), Vec::new());
+        for span in wanted {
+            let pages = span.pages.min(room);
+            room -= pages;
+            let start = span.start + pages * PAGE_BYTES;
+            cheap.extend((pages > 0).then_some(Span { pages, ..*span }));
+            let pages = span.pages - pages;
+            others.extend((pages > 0).then_some(Span { start, pages, ..*span }));
+        }
+        (cheap, others)
+    }
+
+    /// Of `wanted`, what is worth being fetched out of the order of [`PageSource::all`]: not what
+    /// comes along with a lot that nobody wanted.
+    fn dense(&self, wanted: &[Span]) -> Vec<Span> {
+        wanted.to_vec()
+    }
+
     /// Everything but the pages that are [`BlockContent::Absent`], in the order in which it is
     /// cheapest to ask for; what a restart brings in behind the program.
     fn all(&self) -> Vec<Span>;

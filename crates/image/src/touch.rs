@@ -21,6 +21,11 @@ pub struct TouchSet {
     #[n(2)]
     #[cbor(default)]
     pub needed: Vec<Span>,
+    /// Of the pages that were touched in the first moments, those that were in the window before,
+    /// too: what the program goes by, not what it just happens to work on.
+    #[n(3)]
+    #[cbor(default)]
+    pub steady: Vec<Span>,
 }
 
 /// Pages that were touched for the first time in one part of the window.

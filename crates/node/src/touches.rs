@@ -7,10 +7,11 @@ use std::fmt::Display;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
+use hotspare_image::touch::TouchSet;
 use hotspare_kernel::accessed::PageTables;
 use hotspare_process::capture::touch::Touches;
 use hotspare_process::guest::Guest;
-use hotspare_process::lazy::Window;
+use hotspare_process::lazy::{Window, steady};
 use hotspare_process::objects::error::ObjectError;
 
 use crate::report::Reporter;
@@ -113,7 +114,7 @@ fn watch(
     sink: &TouchSink,
     reporter: &Reporter,
 ) {
-    let window = Window::default();
+    let (window, mut last) = (Window::default(), TouchSet::default());
     while let Ok((mut touches, clearing)) = open.recv() {
         let (began, before) = (Instant::now(), processor_time());
         let mut looked = Ok(Duration::ZERO);
@@ -128,7 +129,9 @@ fn watch(
             Ok(_) => {
                 let looking = processor_time().saturating_sub(before);
                 let lasted = began.elapsed();
-                let (touched, tables) = touches.end();
+                let (mut touched, tables) = touches.end();
+                touched.steady = steady(&last, &touched);
+                last.clone_from(&touched);
                 reporter.tracked(touched.pages(), clearing, looking, lasted);
                 sink.put(touched);
                 let _ = give_back.send(tables);

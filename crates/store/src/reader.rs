@@ -26,6 +26,9 @@ pub use crate::writer::ReignRecord as Reign;
 /// Longest span that [`PageSource::all`] gives.
 const SPAN_PAGES: u64 = 256;
 
+/// A block of which fewer pages are wanted has its turn with the others.
+const DENSE_PAGES: u64 = BLOCK_PAGES / 4;
+
 /// A store of checkpoints. Copies of it share what is behind it.
 #[derive(Clone, Debug)]
 pub struct Store {
@@ -403,35 +406,15 @@ impl Loaded {
         parts.filter_map(|(_, held)| block_of(held?)).filter(|id| seen.insert(*id)).collect()
     }
 
-    /// Of `spans`, what comes for about `room` bytes from the store: pages of blocks that have
-    /// many of them, for each comes whole. And the others. Both in the order of `spans`.
-    #[must_use]
-    pub fn cheapest(&self, spans: &[Span], mut room: u64) -> (Vec<Span>, Vec<Span>) {
-        let parts: Vec<_> = spans.iter().flat_map(|span| self.parts(span)).collect();
+    /// How many of these pages each block has.
+    fn wanted_of(parts: &[(Span, Option<Held<Place>>)]) -> BTreeMap<BlockId, u64> {
         let mut wanted: BTreeMap<BlockId, u64> = BTreeMap::new();
-        for (span, held) in &parts {
+        for (span, held) in parts {
             if let Some(id) = held.and_then(block_of) {
                 *wanted.entry(id).or_default() += span.pages;
             }
         }
-        let stored = |id: &BlockId| u64::from(self.chain.block(*id).1.stored);
-        let mut blocks: Vec<(BlockId, u64)> = wanted.into_iter().collect();
-        blocks.sort_by_key(|(id, pages)| (stored(id) / pages, *id));
-        let mut cheap = BTreeSet::new();
-        for (id, _) in blocks {
-            let Some(less) = room.checked_sub(stored(&id)) else { break };
-            room = less;
-            cheap.insert(id);
-        }
-        let is_cheap = |held: Option<Held<Place>>| {
-            held.and_then(block_of).is_none_or(|id| cheap.contains(&id))
-        };
-        let (cheap, others): (Vec<_>, Vec<_>) =
-            parts.into_iter().partition(|(_, held)| is_cheap(*held));
-        (
-            joined(cheap.into_iter().map(|part| part.0)),
-            joined(others.into_iter().map(|part| part.0)),
-        )
+        wanted
     }
 
     fn read_blocks(
@@ -493,9 +476,9 @@ fn block_of(held: Held<Place>) -> Option<BlockId> {
 }
 
 /// Spans of which none begins where the one before it ends.
-fn joined(spans: impl Iterator<Item = Span>) -> Vec<Span> {
+fn joined(parts: Vec<(Span, Option<Held<Place>>)>) -> Vec<Span> {
     let mut joined: Vec<Span> = Vec::new();
-    for span in spans {
+    for (span, _) in parts {
         match joined.last_mut() {
             Some(last) if (last.owner, last.end()) == (span.owner, span.start) => {
                 last.pages += span.pages;
@@ -562,6 +545,32 @@ impl PageSource for Loaded {
             }
         }
         spans
+    }
+
+    fn cheapest(&self, wanted: &[Span], mut room: u64) -> (Vec<Span>, Vec<Span>) {
+        let parts: Vec<_> = wanted.iter().flat_map(|span| self.parts(span)).collect();
+        let stored = |id: &BlockId| u64::from(self.chain.block(*id).1.stored);
+        let mut blocks: Vec<(BlockId, u64)> = Self::wanted_of(&parts).into_iter().collect();
+        blocks.sort_by_key(|(id, pages)| (stored(id) / pages, *id));
+        let mut cheap = BTreeSet::new();
+        for (id, _) in blocks {
+            let Some(less) = room.checked_sub(stored(&id)) else { break };
+            room = less;
+            cheap.insert(id);
+        }
+        let is_cheap =
+            |part: &(_, Option<_>)| part.1.and_then(block_of).is_none_or(|id| cheap.contains(&id));
+        let (cheap, others): (Vec<_>, Vec<_>) = parts.into_iter().partition(is_cheap);
+        (joined(cheap), joined(others))
+    }
+
+    fn dense(&self, wanted: &[Span]) -> Vec<Span> {
+        let parts: Vec<_> = wanted.iter().flat_map(|span| self.parts(span)).collect();
+        let blocks = Self::wanted_of(&parts);
+        let is_dense = |held: Option<Held<Place>>| {
+            held.and_then(block_of).is_none_or(|id| blocks[&id] >= DENSE_PAGES)
+        };
+        joined(parts.into_iter().filter(|(_, held)| is_dense(*held)).collect())
     }
 
     fn all(&self) -> Vec<Span> {

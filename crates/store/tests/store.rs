@@ -1,7 +1,7 @@
 //! Checkpoints of a made-up guest go into a directory and come back as they were, whatever
 //! happens to the writer and to the objects.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -10,7 +10,7 @@ use hotspare_image::memory::{
     AddressSpace, Backing, GuestRange, Mapping, MmId, PAGE_BYTES, PageOwner, SharedId, SharedKind,
     SharedMemory,
 };
-use hotspare_image::source::{BlockContent, PageSource};
+use hotspare_image::source::{BlockContent, PageSource, Span};
 use hotspare_image::tree::HostPath;
 use hotspare_image::{Checkpoint, Epoch, Position, Term};
 use hotspare_store::{
@@ -238,7 +238,8 @@ impl Place {
         let store = self.store();
         let catalogue = store.catalogue(GUEST).expect("lists");
         let newest = catalogue.newest(None);
-        let loaded = newest.map(|name| store.load(GUEST, &catalogue, name).expect("loads"));
+        let load = |name| store.load_ahead(GUEST, &catalogue, name, Loaded::all);
+        let loaded = newest.map(|name| load(name).expect("loads"));
         (catalogue, loaded)
     }
 
@@ -363,6 +364,39 @@ fn file_changes_of_a_chain_come_one_after_another() {
     assert!(read == expected);
 }
 
+#[test]
+fn what_is_cheap_comes_in_few_bytes_and_nothing_is_lost() {
+    let place = Place::new(None);
+    let (mut guest, mut gatherer) = (Guest::new(5), gatherer());
+    let mut writer = place.writer("a", 1).expect("claims");
+    for step in 0..4 {
+        guest.run(&mut gatherer, step == 0);
+        let batch = gatherer.take().expect("files").expect("something");
+        writer.store_batch(&batch, about()).expect("stores");
+    }
+    let (_, loaded) = place.newest();
+    let loaded = loaded.expect("one");
+    let pages = |spans: &[Span]| -> BTreeSet<(PageOwner, u64)> {
+        let each = |span: &Span| {
+            let (owner, start) = (span.owner, span.start);
+            (0..span.pages).map(move |n| (owner, start + n * PAGE_BYTES))
+        };
+        spans.iter().flat_map(each).collect()
+    };
+    let all = loaded.all();
+    for room in [0, 10_000, 100_000, u64::MAX] {
+        let (cheap, others) = loaded.cheapest(&all, room);
+        let (cheap, others) = (pages(&cheap), pages(&others));
+        assert!(cheap.is_disjoint(&others), "{room}");
+        assert_eq!(cheap.union(&others).count(), pages(&all).len(), "{room}");
+        assert!(room < u64::MAX || others.is_empty());
+    }
+    let dear = loaded.cheapest(&all, 0).1;
+    let one = dear.iter().find(|span| span.pages > 8).map(|span| Span { pages: 1, ..*span });
+    let one = one.expect("a long one");
+    assert!(loaded.dense(&[one]).is_empty(), "a page alone waits for its turn");
+}
+
 /// `HOTSPARE_DAMAGES` says how many, with a key and without one.
 #[test]
 fn a_bit_that_has_changed_and_an_object_that_is_cut_are_found() {
@@ -397,6 +431,12 @@ fn a_bit_that_has_changed_and_an_object_that_is_cut_are_found() {
             let error = checked.expect_err("it is found");
             let named = path.file_name().expect("a name").to_string_lossy().into_owned();
             assert!(error.to_string().contains(&named), "round {round}: {error} of {named}");
+            // What a restore does not need may be hurt; what it is given is right.
+            if let Ok(loaded) = store.load_ahead(GUEST, &catalogue, name, Loaded::all)
+                && loaded.read(&loaded.all()).is_ok()
+            {
+                assert_is(&loaded, &guest.memory, "hurt elsewhere");
+            }
             std::fs::write(path, &whole).expect("writes");
         }
         let (_, loaded) = place.newest();

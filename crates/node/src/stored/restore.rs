@@ -16,7 +16,7 @@ use hotspare_image::sockets::SocketAddress;
 use hotspare_image::source::PageSource;
 use hotspare_image::touch::TouchSet;
 use hotspare_net::takeover::ServiceAddress;
-use hotspare_process::lazy::{Due, EARLY_BYTES, Loader, LoaderProgress, Plan, Start};
+use hotspare_process::lazy::{Loader, LoaderProgress, Plan, Start};
 use hotspare_replica::HostFacts;
 use hotspare_store::{Catalogue, Loaded, Name, Store};
 
@@ -107,7 +107,7 @@ pub fn find_touched(
     let soon = |loaded: &Loaded| {
         touched = asked.and_then(|asked| asked.join().ok()).unwrap_or_default();
         if let Beginning::With(start) = beginning {
-            plan = plan_of(loaded, &touched, start);
+            plan = Plan::new(&touched, start, loaded);
         }
         touched.needed.iter().chain(&plan.first).copied().collect()
     };
@@ -123,18 +123,6 @@ fn ask_for_touched(store: &Store, guest: &str, name: Name) -> Option<JoinHandle<
     let (store, guest) = (store.clone(), guest.to_owned());
     let read = move || store.touches(&guest, name.reign).unwrap_or_default();
     std::thread::Builder::new().name("touched".into()).spawn(read).ok()
-}
-
-/// In which order pages come. Of what would be waited for, an early start leaves out what is dear:
-/// a page for which a whole block must come.
-fn plan_of(loaded: &Loaded, touched: &TouchSet, start: Start) -> Plan {
-    let mut plan = Plan::new(touched, start);
-    if start == Start::Early {
-        let (first, dear) = loaded.cheapest(&plan.first, EARLY_BYTES);
-        plan.first = first;
-        plan.then.insert(0, Due { after: None, spans: dear });
-    }
-    plan
 }
 
 /// When the guest starts.

@@ -16,7 +16,7 @@ use super::body::Body;
 use super::error::{GhostError, GhostResult};
 use super::{Ghost, living};
 use crate::capture::ranges::{Ranges, merge_sorted};
-use crate::lazy::{Due, LazySpace, Loader, Plan};
+use crate::lazy::{Due, LazySpace, Loader, Plan, by_owner, spans_of};
 use crate::pages::{Content, PageRun};
 
 /// Below the stack pointer, a function may keep something (System V ABI for x86-64).
@@ -26,6 +26,8 @@ const VITAL_PAGES: u64 = 32;
 /// In [`hotspare_image::memory::Layout::words`].
 const ARG_START: usize = 7;
 const ENV_END: usize = 10;
+/// Mappings count as small, from the smallest on, as long as all of them have no more.
+const SMALL_BYTES: u64 = 32 << 20;
 /// Fetched with one request, of what cannot come late.
 const EARLY_BYTES: u64 = 1 << 20;
 /// Such requests under way at a time.
@@ -69,7 +71,14 @@ impl Ghost {
             let Some(ranges) = late.get(&id).filter(|ranges| !ranges.is_empty()) else { continue };
             spaces.push(miss(body, id, ranges).map_err(GhostError::at(body.pid))?);
         }
-        let plan = plan_of(&late, &vital(&checkpoint), plan);
+        let mut plan = plan_of(&late, &vital(&checkpoint), plan);
+        if let Some(at) = plan.small_before {
+            let spans = in_small_mappings(&checkpoint, &late);
+            plan.then.insert(at, Due { after: None, spans });
+        }
+        let pages = |spans: &[Span]| spans.iter().map(|span| span.pages).sum::<u64>();
+        let then: Vec<u64> = plan.then.iter().map(|due| pages(&due.spans)).collect();
+        tracing::debug!(first = pages(&plan.first), ?then, all = pages(&all), "plan, in pages");
         let loader = Loader::new(spaces, plan, all, self.init().host_pid())?;
         let progress = loader.progress();
         let failed = |source| GhostError::Io { verb: "load memory".into(), source };
@@ -131,7 +140,28 @@ fn plan_of(late: &BTreeMap<MmId, Ranges>, vital: &[Span], plan: &Plan) -> Plan {
     let mut first = only_late(vital);
     first.extend(only_late(&plan.first));
     let due = |due: &Due| Due { after: due.after, spans: only_late(&due.spans) };
-    Plan { first, then: plan.then.iter().map(due).collect() }
+    Plan { first, then: plan.then.iter().map(due).collect(), ..*plan }
+}
+
+/// What comes late in the smallest mappings, these first.
+fn in_small_mappings(checkpoint: &Checkpoint, late: &BTreeMap<MmId, Ranges>) -> Vec<Span> {
+    let mut found: Vec<(u64, Vec<Span>)> = Vec::new();
+    for space in &checkpoint.spaces {
+        let Some(late) = late.get(&space.id) else { continue };
+        for mapping in &space.mappings {
+            let (start, end) = (mapping.range.start.0, mapping.range.end.0);
+            let its = late.common(&merge_sorted(vec![(start, end)]));
+            found.push((its.bytes(), spans_of(PageOwner::Mm(space.id), &its)));
+        }
+    }
+    found.sort_by_key(|(bytes, _)| *bytes);
+    let mut room = SMALL_BYTES;
+    let fits = |(bytes, _): &(u64, _)| {
+        let rest = room.checked_sub(*bytes);
+        room = rest.unwrap_or(0);
+        rest.is_some()
+    };
+    found.into_iter().take_while(fits).flat_map(|(_, spans)| spans).collect()
 }
 
 /// Registers what comes late.
@@ -220,19 +250,6 @@ fn vital(checkpoint: &Checkpoint) -> Vec<Span> {
         }
     }
     spans
-}
-
-fn by_owner(all: &[Span]) -> BTreeMap<PageOwner, Ranges> {
-    let mut owners: BTreeMap<PageOwner, Vec<(u64, u64)>> = BTreeMap::new();
-    for span in all {
-        owners.entry(span.owner).or_default().push((span.start, span.end()));
-    }
-    owners.into_iter().map(|(owner, spans)| (owner, merge_sorted(spans))).collect()
-}
-
-fn spans_of(owner: PageOwner, ranges: &Ranges) -> Vec<Span> {
-    let span = |(start, end): (u64, u64)| Span { owner, start, pages: (end - start) / PAGE_BYTES };
-    ranges.iter().map(span).collect()
 }
 
 /// Spans in groups of up to `bytes_max` bytes.

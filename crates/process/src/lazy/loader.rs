@@ -29,7 +29,7 @@ const REQUEST_BYTES: u64 = 512 << 10;
 /// the line is not idle when it does.
 const AHEAD_MAX: usize = 2;
 /// Such requests under way at most.
-const REQUESTS_MAX: usize = 8;
+const REQUESTS_MAX: usize = 12;
 /// Helpers for what somebody waits for.
 const URGENT_HELPERS: usize = 4;
 /// Fetched with a page that somebody waits for, first; more of it if that goes on in a row.

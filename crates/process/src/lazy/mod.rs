@@ -12,6 +12,13 @@
 //! memory can be read by means that no page fault sees (read(2) of a memfd), and what a program
 //! has written over its files is little.
 
+use std::collections::BTreeMap;
+
+use hotspare_image::memory::{PAGE_BYTES, PageOwner};
+use hotspare_image::source::Span;
+
+use crate::capture::ranges::{Ranges, merge_sorted};
+
 mod head;
 mod loader;
 mod pending;
@@ -23,5 +30,19 @@ pub use loader::{LoadFailure, Loaded, Loader, LoaderProgress};
 pub(crate) use space::LazySpace;
 
 pub use crate::ghost::needed_at_once;
-pub use plan::{Due, EARLY_BYTES, Plan, Start, Window};
+pub use plan::{Due, Plan, Start, Window, steady};
 pub use sources::Sources;
+
+/// The places of spans, by whose they are.
+pub(crate) fn by_owner(all: &[Span]) -> BTreeMap<PageOwner, Ranges> {
+    let mut owners: BTreeMap<PageOwner, Vec<(u64, u64)>> = BTreeMap::new();
+    for span in all {
+        owners.entry(span.owner).or_default().push((span.start, span.end()));
+    }
+    owners.into_iter().map(|(owner, spans)| (owner, merge_sorted(spans))).collect()
+}
+
+pub(crate) fn spans_of(owner: PageOwner, ranges: &Ranges) -> Vec<Span> {
+    let span = |(start, end): (u64, u64)| Span { owner, start, pages: (end - start) / PAGE_BYTES };
+    ranges.iter().map(span).collect()
+}

@@ -8,15 +8,16 @@
 
 use std::time::Duration;
 
-use hotspare_image::memory::PAGE_BYTES;
-use hotspare_image::source::Span;
-use hotspare_image::touch::TouchSet;
+use hotspare_image::source::{PageSource, Span};
+use hotspare_image::touch::{TouchGroup, TouchSet};
+
+use super::{by_owner, spans_of};
 
 /// When a guest whose memory comes behind it may start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Start {
-    /// When what it touched in its first moments is there, or [`EARLY_BYTES`] of that. It may have
-    /// to wait for the rest.
+    /// When what it touched in its first moments is there, or as much of that as comes with
+    /// [`EARLY_BYTES`]. It may have to wait for the rest.
     #[default]
     Early,
     /// When, at the bandwidth that is measured meanwhile, it will find each page of the touch set
@@ -33,6 +34,9 @@ pub struct Plan {
     pub first: Vec<Span>,
     /// Behind it, in this order, before everything else.
     pub then: Vec<Due>,
+    /// Before this one of `then` comes memory in small mappings: a page of it is likelier to be
+    /// touched than one of a large heap.
+    pub small_before: Option<usize>,
 }
 
 /// What was touched for the first time in one part of the tracking window.
@@ -46,40 +50,70 @@ pub struct Due {
 
 /// What was touched until then after the checkpoint belongs to the first moments.
 const FIRST_MOMENTS_MS: u32 = 20;
-/// Of what is touched in the first moments no more is waited for. A server finds what its first
-/// requests need; who goes over all of its memory at once is not helped by waiting.
-pub const EARLY_BYTES: u64 = 2 << 20;
+/// Of what is touched in the first moments no more is waited for, as it is stored. A server finds
+/// what its first requests need; who goes over all of its memory at once is not helped by waiting.
+const EARLY_BYTES: u64 = 2 << 20;
+
+/// What was touched in the first moments of two windows one after the other.
+#[must_use]
+pub fn steady(before: &TouchSet, touched: &TouchSet) -> Vec<Span> {
+    let first = |touched: &TouchSet| {
+        let moments = first_moments(touched).1;
+        by_owner(&moments.iter().flat_map(|group| &group.spans).copied().collect::<Vec<_>>())
+    };
+    let (before, mut steady) = (first(before), Vec::new());
+    for (owner, pages) in first(touched) {
+        let both = before.get(&owner).map(|before| pages.common(before)).unwrap_or_default();
+        steady.extend(spans_of(owner, &both));
+    }
+    steady
+}
+
+/// The groups of the first moments, at least one; how many these are.
+fn first_moments(touched: &TouchSet) -> (usize, &[TouchGroup]) {
+    let later = touched.groups.iter().skip(1);
+    let count = later.take_while(|group| group.until_ms <= FIRST_MOMENTS_MS).count() + 1;
+    let count = count.min(touched.groups.len());
+    (count, &touched.groups[..count])
+}
 
 impl Plan {
-    /// The plan for a touch set.
+    /// The plan for a touch set, of pages that come from `source`.
     #[must_use]
-    pub fn new(touched: &TouchSet, start: Start) -> Self {
-        let mut plan = Self::default();
-        let (mut from_ms, mut room) = (0, u64::MAX);
-        if start == Start::Early {
-            room = EARLY_BYTES / PAGE_BYTES;
+    pub fn new(touched: &TouchSet, start: Start, source: &dyn PageSource) -> Self {
+        match start {
+            Start::Early => Self::early(touched, source),
+            Start::Smooth => Self::in_time(touched, 1),
+            Start::Touched => Self::in_time(touched, usize::MAX),
         }
-        for group in &touched.groups {
-            let is_first = match start {
-                Start::Touched => true,
-                Start::Smooth => from_ms == 0,
-                Start::Early => from_ms == 0 || group.until_ms <= FIRST_MOMENTS_MS,
-            };
-            let after = Duration::from_millis(from_ms.into());
-            let after = (start == Start::Smooth).then_some(after);
-            let mut spans = Vec::new();
-            for span in &group.spans {
-                let now = if is_first { span.pages.min(room) } else { 0 };
-                room -= now;
-                let start = span.start + now * PAGE_BYTES;
-                plan.first.extend((now > 0).then_some(Span { pages: now, ..*span }));
-                let pages = span.pages - now;
-                spans.extend((pages > 0).then_some(Span { start, pages, ..*span }));
+    }
+
+    fn early(touched: &TouchSet, source: &dyn PageSource) -> Self {
+        let (count, moments) = first_moments(touched);
+        let seen: Vec<Span> = moments.iter().flat_map(|group| &group.spans).copied().collect();
+        let is_known = !touched.steady.is_empty();
+        let (first, dear) =
+            source.cheapest(if is_known { &touched.steady } else { &seen }, EARLY_BYTES);
+        let small_before = Some(usize::from(!dear.is_empty()));
+        let seen = if is_known { source.dense(&seen) } else { Vec::new() };
+        let later = touched.groups[count..].iter().map(|group| source.dense(&group.spans));
+        let then = [dear, seen].into_iter().chain(later).filter(|spans| !spans.is_empty());
+        let then = then.map(|spans| Due { after: None, spans }).collect();
+        Self { first, then, small_before }
+    }
+
+    /// So many groups come first, the others when they are due.
+    fn in_time(touched: &TouchSet, first: usize) -> Self {
+        let mut plan = Self::default();
+        let mut from_ms = 0;
+        for (at, group) in touched.groups.iter().enumerate() {
+            if at < first {
+                plan.first.extend(&group.spans);
+            } else {
+                // It may be wanted as soon as its part of the window begins.
+                let after = Some(Duration::from_millis(from_ms.into()));
+                plan.then.push(Due { after, spans: group.spans.clone() });
             }
-            if !spans.is_empty() {
-                plan.then.push(Due { after, spans });
-            }
-            // It may be wanted as soon as its part of the window begins.
             from_ms = group.until_ms;
         }
         plan
@@ -132,8 +166,8 @@ impl Window {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hotspare_image::memory::{MmId, PageOwner};
-    use hotspare_image::touch::TouchGroup;
+    use hotspare_image::memory::{MmId, PAGE_BYTES, PageOwner};
+    use hotspare_image::source::{Block, SourceError};
 
     fn group(until_ms: u32, start: u64, pages: u64) -> TouchGroup {
         let owner = PageOwner::Mm(MmId(1));
@@ -149,37 +183,68 @@ mod tests {
         TouchSet { groups: groups.collect(), has_reads: true, ..TouchSet::default() }
     }
 
-    /// In pages.
-    const MIB: u64 = 256;
-
     fn pages(spans: &[Span]) -> u64 {
         spans.iter().map(|span| span.pages).sum()
+    }
+
+    /// A source in which large pieces cost too much.
+    struct Dear(u64);
+
+    impl PageSource for Dear {
+        fn read(&self, _: &[Span]) -> Result<Vec<Block>, SourceError> {
+            Err(SourceError::Gone("a plan reads nothing".into()))
+        }
+
+        fn cheapest(&self, spans: &[Span], _: u64) -> (Vec<Span>, Vec<Span>) {
+            spans.iter().partition(|span| span.pages < self.0)
+        }
+
+        fn dense(&self, spans: &[Span]) -> Vec<Span> {
+            spans.iter().filter(|span| span.pages != 7).copied().collect()
+        }
+
+        fn all(&self) -> Vec<Span> {
+            Vec::new()
+        }
     }
 
     #[test]
     fn only_what_is_touched_at_once_comes_first() {
         let touched = set(&[(5, 9), (10, 2 * 9), (20, 4 * 9), (40, 9), (80, 9)]);
-        let plan = Plan::new(&touched, Start::Early);
+        let plan = Plan::new(&touched, Start::Early, &Dear(1000));
         assert_eq!((pages(&plan.first), plan.then.len()), (7 * 9, 2));
         assert!(plan.then.iter().all(|due| due.after.is_none()));
-        let plan = Plan::new(&touched, Start::Smooth);
+        let plan = Plan::new(&touched, Start::Smooth, &Dear(0));
         let after = |due: &Due| due.after.map(|after| after.as_millis());
         let dues: Vec<_> = plan.then.iter().map(after).collect();
         assert_eq!(pages(&plan.first), 9);
         assert_eq!(dues, [Some(5), Some(10), Some(20), Some(40)]);
-        let plan = Plan::new(&touched, Start::Touched);
+        let plan = Plan::new(&touched, Start::Touched, &Dear(0));
         assert_eq!((pages(&plan.first), plan.then.len()), (9 * 9, 0));
     }
 
     #[test]
-    fn who_touches_much_at_once_does_not_wait_for_all_of_it() {
-        let touched = set(&[(1010, MIB), (2010, MIB)]);
-        assert_eq!(Plan::new(&touched, Start::Early).then.len(), 1);
-        let touched = set(&[(5, 100 * MIB), (10, MIB)]);
-        let plan = Plan::new(&touched, Start::Early);
-        let then: u64 = plan.then.iter().map(|due| pages(&due.spans)).sum();
-        assert_eq!((pages(&plan.first), then), (EARLY_BYTES / PAGE_BYTES, 99 * MIB));
-        assert_eq!(plan.then[0].spans[0].start, plan.first[0].end());
+    fn what_is_dear_is_not_waited_for() {
+        let touched = set(&[(5, 10), (10, 100), (500, 7), (1010, 8)]);
+        let plan = Plan::new(&touched, Start::Early, &Dear(50));
+        let then: Vec<u64> = plan.then.iter().map(|due| pages(&due.spans)).collect();
+        assert_eq!((pages(&plan.first), then), (10, vec![100, 8]));
+        assert!(Plan::new(&TouchSet::default(), Start::Early, &Dear(50)).then.is_empty());
+    }
+
+    #[test]
+    fn what_the_program_goes_by_comes_before_what_it_happens_to_work_on() {
+        let part = |start: u64, pages| group(5, start, pages).spans[0];
+        let before = TouchSet { groups: vec![group(5, 100, 50)], ..TouchSet::default() };
+        let mut touched = set(&[(5, 30), (10, 20), (500, 4)]);
+        touched.groups[0].spans = vec![part(90, 12), part(140, 90)];
+        let steady = steady(&before, &touched);
+        assert_eq!(steady, [part(100, 2), part(140, 10)]);
+        touched.steady = steady;
+        let plan = Plan::new(&touched, Start::Early, &Dear(5));
+        assert_eq!(plan.first, [part(100, 2)]);
+        let then: Vec<u64> = plan.then.iter().map(|due| pages(&due.spans)).collect();
+        assert_eq!(then, [10, 12 + 90 + 20, 4]);
     }
 
     #[test]

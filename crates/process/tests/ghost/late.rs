@@ -213,7 +213,7 @@ pub fn not_started_without_memory() {
     let mut stored = line(&first, 64);
     stored.requests_max = Some(8);
     primary.die();
-    let plan = Plan { first: stored.all(), then: Vec::new() };
+    let plan = Plan { first: stored.all(), ..Plan::default() };
     let spare = Spare::start(&first.0);
     let error = spare.try_restart_late(first.0, Arc::new(stored), &plan).err();
     let error = error.expect("it has no memory");

@@ -101,7 +101,7 @@ pub fn what_is_read_is_in_the_touch_set() {
     assert_eq!((missing, more), (0, 0), "of {} pages", wanted.len());
     primary.die();
     let stored = line(&first, 32);
-    let plan = Plan::new(&touched, Start::Touched);
+    let plan = Plan::new(&touched, Start::Touched, &stored);
     let spare = Spare::start(&first.0);
     let (mut primary, loading) = spare.restart_late(first.0, Arc::new(stored), &plan);
     let left = loading.progress.bytes_left();
@@ -142,10 +142,10 @@ pub fn bench(arguments: &[String]) {
     let stored = Arc::new(stored);
     let bytes =
         hotspare_image::source::PageSource::all(&*stored).iter().map(|s| s.pages).sum::<u64>();
-    let all = Plan { first: hotspare_image::source::PageSource::all(&*stored), then: Vec::new() };
+    let all = Plan { first: hotspare_image::source::PageSource::all(&*stored), ..Plan::default() };
     let full = restart(&first.0, &stored, &all);
     let [whole, smooth, early] = [Start::Touched, Start::Smooth, Start::Early]
-        .map(|start| restart(&first.0, &stored, &Plan::new(&touched, start)));
+        .map(|start| restart(&first.0, &stored, &Plan::new(&touched, start, &*stored)));
     let mib = |pages: u64| pages as f64 / 256.0;
     let looks: Duration = cost.looks.iter().sum();
     let has = |start: u64, owner: PageOwner| {

@@ -141,19 +141,28 @@ fn server() -> Vec<String> {
 }
 
 fn record(hotspare: &Path, keys: u64) -> Result<Recorded> {
-    let more = ["--track", "5s", "--service-address", SERVICE_CIDR];
+    let more = ["--track", "5s", "--store-every", "5s", "--service-address", SERVICE_CIDR];
     Recorded::make(hotspare, (NAME, &server()), &more, |lab, primary| {
         let mut client = connect(lab, primary)?;
         fill(&mut client, keys).context("fill it")?;
-        // So that it is known what it touches when it serves.
-        let (filled, began) = (now_ms(), Instant::now());
-        let mut dice = Dice::new(1);
-        let is_stored = || anyhow::Ok(increments(lab)?.iter().any(|time| *time > filled + 6000));
-        while began.elapsed() < Duration::from_secs(12) || !is_stored()? {
+        // So that it is known what it touches when it serves: two windows, and the one that was
+        // open while it was filled.
+        let (windows, began) = (windows(primary) + 3, Instant::now());
+        let (mut dice, mut known, mut looked) = (Dice::new(1), None, Instant::now());
+        let is_stored = |since| anyhow::Ok(increments(lab)?.iter().any(|time| *time > since));
+        loop {
             ensure!(began.elapsed() < FILLING, "what it holds is not stored");
             client.check(1 + dice.roll() % keys)?;
+            if looked.elapsed() < Duration::from_millis(200) {
+                continue;
+            }
+            looked = Instant::now();
+            match known {
+                None => known = (self::windows(primary) >= windows).then(now_ms),
+                Some(since) if is_stored(since + 1000)? => return Ok(()),
+                Some(_) => {}
+            }
         }
-        Ok(())
     })
 }
 
@@ -188,6 +197,12 @@ pub fn record_writes(
     })?;
     let place = recorded.lab.host(0).outside(format!("{LAB_DIR}/served/{PLACE}"));
     Ok((recorded.lab, place, filled))
+}
+
+/// How often it has become known what it touches.
+fn windows(primary: &Process) -> usize {
+    let lines = primary.stdout().lines().into_iter();
+    lines.filter(|line| line.text.contains("\"event\":\"tracked\"")).count()
 }
 
 /// When each checkpoint was taken that stands on another.
