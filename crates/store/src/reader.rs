@@ -29,6 +29,9 @@ const SPAN_PAGES: u64 = 256;
 /// A block of which fewer pages are wanted has its turn with the others.
 const DENSE_PAGES: u64 = BLOCK_PAGES / 4;
 
+/// What is cheap has at most so many times as much unpacked as it may have stored.
+const UNPACKED_MAX: u64 = 4;
+
 /// A store of checkpoints. Copies of it share what is behind it.
 #[derive(Clone, Debug)]
 pub struct Store {
@@ -553,7 +556,9 @@ impl PageSource for Loaded {
         let mut blocks: Vec<(BlockId, u64)> = Self::wanted_of(&parts).into_iter().collect();
         blocks.sort_by_key(|(id, pages)| (stored(id) / pages, *id));
         let mut cheap = BTreeSet::new();
-        for (id, _) in blocks {
+        // What is nearly nothing as it is stored still has to be unpacked.
+        let most = room / (BLOCK_PAGES * PAGE_BYTES) * UNPACKED_MAX;
+        for (id, _) in blocks.into_iter().take(usize::try_from(most).unwrap_or(usize::MAX)) {
             let Some(less) = room.checked_sub(stored(&id)) else { break };
             room = less;
             cheap.insert(id);

@@ -52,7 +52,7 @@ pub struct Due {
 const FIRST_MOMENTS_MS: u32 = 20;
 /// Of what is touched in the first moments no more is waited for, as it is stored. A server finds
 /// what its first requests need; who goes over all of its memory at once is not helped by waiting.
-const EARLY_BYTES: u64 = 2 << 20;
+const EARLY_BYTES: u64 = 1 << 20;
 
 /// What was touched in the first moments of two windows one after the other.
 #[must_use]
