@@ -19,6 +19,7 @@ use hotspare_replica::{
     HostRole, PacketSender, Replier, Security, Sender, StagedCheckpoint, WriteHalf, greeting,
     heart,
 };
+use hotspare_store::PackMemory;
 
 use crate::arbiter;
 use crate::brain::Brain;
@@ -186,6 +187,8 @@ pub struct Agent {
     pub meters: Arc<Meters>,
     /// Who decides about terms, if anybody does.
     pub arbiter: Option<arbiter::Handle>,
+    /// What was written to the store, for restores on other hosts.
+    pub memory: Option<Arc<PackMemory>>,
     face: Arc<Mutex<Face>>,
 }
 
@@ -354,6 +357,7 @@ impl Agent {
             history,
             meters,
             arbiter: None,
+            memory: None,
             face: Arc::new(Mutex::new(face)),
         })
     }

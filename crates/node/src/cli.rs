@@ -35,6 +35,7 @@ use crate::rhythm::Epochs;
 use crate::service;
 use crate::settings::{FileRule, Guarantee, PacketPath, Settings, answers_already};
 use crate::spare::{Decision, Spare, Stale};
+use crate::stored::peer::{self, Elsewhere};
 use crate::stored::restore::{At, Beginning, Restoring, find_touched};
 use crate::stored::{self, StoreArguments};
 use crate::{facts, takeover};
@@ -254,6 +255,11 @@ struct Common {
     /// certificate; needs --keys. On this host it is served in any case.
     #[arg(long, value_name = "ADDR", requires = "keys")]
     control: Option<String>,
+    /// Keep the newest of what this agent stores (--store) in its own memory as well, up to this
+    /// size (2G): `restore --pages` on another host gets it from there by the control interface,
+    /// whatever becomes of the store. Everything takes as much as is stored of a guest; 0: none.
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = peer::bytes)]
+    page_memory: u64,
 }
 
 impl Common {
@@ -338,6 +344,12 @@ struct RestoreArguments {
     /// Another name for the guest, where one of this name runs on this host.
     #[arg(long, value_name = "NAME")]
     rename: Option<String>,
+    /// Where its memory can be had besides, asked before the store: a copy of the store (file:// or
+    /// s3://), or an agent with --page-memory, by its --control address (HOST:PORT; needs --keys)
+    /// or its socket on this host (/run/hotspare/PID.sock). May be given several times. Each block
+    /// is compared with its hash; what one place has not, or not any more, comes from the next.
+    #[arg(long, value_name = "PLACE")]
+    pages: Vec<Elsewhere>,
     /// When it runs: when what it touched in its first moments is there, and it may have to wait
     /// for more (early); when it will find what it touches in time, by the bandwidth that is
     /// measured meanwhile (smooth); or when all that it was seen to touch is there (touched).
@@ -618,6 +630,7 @@ fn run_guest(arguments: RunArguments) -> anyhow::Result<u8> {
     let owned = owner.clone();
     let (role, state) = (HostRole::Primary, &common.state_dir);
     let mut agent = Agent::new(security, role, common.silence, brain, owned, reporter, state)?;
+    agent.memory = peer::memory(common.page_memory);
     let settings = arguments.settings()?;
     settings.require_consistent()?;
     control::require_free_name(&settings.guest)?;
@@ -655,7 +668,9 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     raise_descriptor_limit();
     let common = &arguments.common;
     let reporter = Reporter::new(common.json);
-    let store = arguments.store.open(&arguments.from)?;
+    let security = security(common)?;
+    let nearby = peer::open_all(&arguments.pages, &security)?;
+    let store = arguments.store.open(&arguments.from)?.with_nearby(nearby);
     let found = find_touched(&store, &arguments.guest, arguments.at, arguments.beginning())?;
     let mut restoring = Restoring::prepare(found, &facts::read()?, arguments.service_address)?;
     restoring.settings.store = arguments.store.settings()?;
@@ -669,8 +684,8 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     let (owner, inbox) = mailbox()?;
     let (brain, events) = Brain::new();
     let (role, state) = (HostRole::Primary, &common.state_dir);
-    let security = security(common)?;
     let mut agent = Agent::new(security, role, common.silence, brain, owner, reporter, state)?;
+    agent.memory = peer::memory(common.page_memory);
     let term = begin_term(&mut agent, common, &settings)?;
     agent.set_key(hotspare_replica::heartbeat::fresh_key()?);
     let mut doors = Doors::open(arguments.listen.as_deref(), common)?;
@@ -784,6 +799,7 @@ fn run_spare(arguments: SpareArguments) -> anyhow::Result<u8> {
     let security = security(common)?;
     let (role, state) = (HostRole::Spare, &common.state_dir);
     let mut agent = Agent::new(security, role, common.silence, brain, owner, reporter, state)?;
+    agent.memory = peer::memory(common.page_memory);
     if let Some(arbiter) = Arbiter::open(&common.arbiter, common.lease)? {
         agent.arbiter = Some(arbiter.handle());
         arbiter.serve(&agent)?;

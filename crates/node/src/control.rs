@@ -24,6 +24,7 @@ use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::transport::Server;
 
+pub use self::ask::{Agent as Whom, connect};
 pub use self::commands::{
     Where, columns, events, history, protection, rehearse, require_free_name, status, switchover,
 };

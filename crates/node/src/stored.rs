@@ -5,6 +5,7 @@
 //! (`hotspare_store::Gatherer`); the thread `store-writer` writes it. Neither is waited for: if the
 //! store is slow or gone more is gathered, and everybody is told.
 
+pub mod peer;
 pub mod restore;
 pub mod show;
 mod sink;

@@ -6,6 +6,7 @@ use crate::bucket::GAP_BYTES_MAX;
 use crate::error::{StoreError, StoreResult};
 use crate::manifest::{Block, Manifest};
 use crate::names::Name;
+use crate::nearby::PackSource;
 use crate::reader::Store;
 use crate::seal;
 
@@ -50,16 +51,42 @@ impl Chain {
             let object = self.pack_name(some[0].0, some[0].1.pack);
             objects.push((object, some.iter().map(range).collect()));
         }
-        let read = self.store.bucket.get_parts(&objects)?;
+        for near in self.store.nearby.iter().filter(|near| near.is_good()) {
+            match self.ask(&*near.source, wanted, &objects) {
+                Ok(blocks) => return Ok(blocks),
+                Err(error) => near.failed(&error),
+            }
+        }
+        let error = match self.ask(&*self.store.bucket, wanted, &objects) {
+            Ok(blocks) => return Ok(blocks),
+            Err(error) => error,
+        };
+        // Whoever failed a moment ago may be the last who has them.
+        let mut others = self.store.nearby.iter();
+        others.find_map(|near| self.ask(&*near.source, wanted, &objects).ok()).ok_or(error)
+    }
+
+    fn ask(
+        &self,
+        source: &dyn PackSource,
+        wanted: &[(u32, &Block)],
+        objects: &[(String, Vec<Range<u64>>)],
+    ) -> StoreResult<Vec<Vec<u8>>> {
+        let read = source.parts(objects)?;
         let parts = objects
             .iter()
             .zip(read)
             .flat_map(|((object, _), parts)| parts.into_iter().map(move |stored| (object, stored)));
-        wanted
-            .iter()
-            .zip(parts)
+        let blocks = wanted.iter().zip(parts);
+        let blocks: Vec<Vec<u8>> = blocks
             .map(|((_, block), (object, stored))| self.open(object, stored, block))
-            .collect()
+            .collect::<StoreResult<_>>()?;
+        match blocks.len() == wanted.len() {
+            true => Ok(blocks),
+            false => {
+                Err(StoreError::Unreachable(format!("{}: answers too little", source.place())))
+            }
+        }
     }
 
     fn open(&self, object: &str, stored: Vec<u8>, block: &Block) -> StoreResult<Vec<u8>> {

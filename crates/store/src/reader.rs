@@ -17,6 +17,7 @@ use crate::extents::Run;
 use crate::fold::{Layer, fold};
 use crate::manifest::{About, BLOCK_PAGES, Manifest, Place, is_encrypted};
 use crate::names::{self, Base, Name};
+use crate::nearby::{Nearby, PackMemory, PackSource};
 use crate::pages::{Held, Pages, owners};
 use crate::seal::Key;
 use crate::writer::{folder, open_reign, reign_name};
@@ -37,6 +38,10 @@ const UNPACKED_MAX: u64 = 4;
 pub struct Store {
     pub(crate) bucket: Arc<Bucket>,
     pub(crate) key: Option<Key>,
+    /// Asked for blocks before the bucket is.
+    pub(crate) nearby: Arc<Vec<Nearby>>,
+    /// Where a writer leaves what it writes, for others to ask for.
+    pub(crate) memory: Option<Arc<PackMemory>>,
 }
 
 /// The checkpoints of a guest, by their names.
@@ -114,7 +119,22 @@ impl Catalogue {
 impl Store {
     /// Does not connect yet.
     pub fn open(address: &Address, key: Option<Key>) -> StoreResult<Self> {
-        Ok(Self { bucket: Arc::new(Bucket::open(address)?), key })
+        let bucket = Arc::new(Bucket::open(address)?);
+        Ok(Self { bucket, key, nearby: Arc::default(), memory: None })
+    }
+
+    /// Blocks are asked for there first, in this order. What is wrong or cannot be had there comes
+    /// from the next, at last from the store itself.
+    #[must_use]
+    pub fn with_nearby(self, sources: Vec<Box<dyn PackSource>>) -> Self {
+        let nearby = Arc::new(sources.into_iter().map(Nearby::new).collect());
+        Self { nearby, ..self }
+    }
+
+    /// Packs that are written are kept there as well.
+    #[must_use]
+    pub fn with_memory(self, memory: Arc<PackMemory>) -> Self {
+        Self { memory: Some(memory), ..self }
     }
 
     pub(crate) fn key(&self) -> Option<&Key> {

@@ -9,6 +9,7 @@ use crate::extents::Run;
 use crate::gather::Batch;
 use crate::manifest::{About, BLOCK_BYTES, BLOCK_PAGES, Block, Manifest, envelope, open_envelope};
 use crate::names::{Base, Name};
+use crate::nearby::PackMemory;
 use crate::pages::Held;
 use crate::reader::{Catalogue, Store};
 use crate::retention::Keep;
@@ -112,6 +113,7 @@ const PAGES_BYTES: usize = (BLOCK_PAGES * PAGE_BYTES) as usize;
 /// What a pack is being filled with.
 struct Packing<'a> {
     bucket: &'a Bucket,
+    memory: Option<&'a PackMemory>,
     key: Option<&'a Key>,
     folder: &'a str,
     name: Name,
@@ -189,7 +191,11 @@ impl Packing<'_> {
         let object = self.pack_name();
         let bytes = std::mem::take(&mut self.bytes);
         let length = bytes.len() as u64;
+        let kept = self.memory.map(|_| bytes.clone());
         self.bucket.put(&object, bytes)?;
+        if let (Some(memory), Some(kept)) = (self.memory, kept) {
+            memory.keep(&object, kept);
+        }
         self.objects += 1;
         self.manifest.packs.push(length);
         self.name.bytes += length;
@@ -298,7 +304,8 @@ impl Writer {
         let manifest = Manifest { about, reign: name.reign, base, attempt, ..Manifest::default() };
         let (bucket, key, bytes, objects) = (&store.bucket, store.key.as_ref(), Vec::new(), 0);
         let pages = Vec::with_capacity(PAGES_BYTES);
-        Packing { bucket, key, folder, name, bytes, pages, manifest, objects, at_point }
+        let memory = store.memory.as_deref();
+        Packing { bucket, memory, key, folder, name, bytes, pages, manifest, objects, at_point }
     }
 
     /// Stores a checkpoint. After an error the same can be tried again, unless this writer is
@@ -368,7 +375,11 @@ impl Writer {
     fn delete_packs(&mut self, name: Name, manifest: &Manifest) -> StoreResult<()> {
         for number in 0..manifest.packs.len() {
             let pack = name.pack(manifest.attempt, number);
-            self.store.bucket.delete(&format!("{}/packs/{pack}", folder(&self.guest)))?;
+            let object = format!("{}/packs/{pack}", folder(&self.guest));
+            self.store.bucket.delete(&object)?;
+            if let Some(memory) = &self.store.memory {
+                memory.forget(&object);
+            }
             (self.at_point)(Point::PackDeleted)?;
         }
         Ok(())

@@ -2,6 +2,7 @@
 //! happens to the writer and to the objects.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -14,7 +15,8 @@ use hotspare_image::source::{BlockContent, PageSource, Span};
 use hotspare_image::tree::HostPath;
 use hotspare_image::{Checkpoint, Epoch, Position, Term};
 use hotspare_store::{
-    About, Address, Base, Catalogue, Gatherer, Keep, Key, Loaded, Point, Store, StoreError, Writer,
+    About, Address, Base, Catalogue, Gatherer, Keep, Key, Loaded, PackMemory, PackSource, Parts,
+    Point, Store, StoreError, Writer,
 };
 
 const GUEST: &str = "/usr/bin/guest";
@@ -362,6 +364,78 @@ fn file_changes_of_a_chain_come_one_after_another() {
     let mut read = Vec::new();
     loaded.changes().read_to_end(&mut read).expect("reads");
     assert!(read == expected);
+}
+
+/// A copy of a store that gives some answers, and then none.
+struct Dies {
+    copy: hotspare_store::Bucket,
+    left: std::sync::atomic::AtomicU64,
+}
+
+impl PackSource for Dies {
+    fn parts(&self, wanted: &[(String, Vec<Range<u64>>)]) -> Result<Vec<Parts>, StoreError> {
+        let less = |left: u64| left.checked_sub(1);
+        let (set, get) =
+            (std::sync::atomic::Ordering::Relaxed, std::sync::atomic::Ordering::Relaxed);
+        match self.left.fetch_update(set, get, less) {
+            Ok(_) => self.copy.parts(wanted),
+            Err(_) => Err(StoreError::Unreachable("it has died".into())),
+        }
+    }
+
+    fn place(&self) -> String {
+        "a copy that dies".into()
+    }
+}
+
+#[test]
+fn pages_come_from_whoever_has_them_until_nobody_has() {
+    let (place, copied) = (Place::new(None), Place::new(None));
+    let (mut guest, mut gatherer) = (Guest::new(6), gatherer());
+    let memory = Arc::new(PackMemory::new(1 << 30));
+    let store = place.store().with_memory(memory.clone());
+    let at_point = Box::new(|_| Ok(()));
+    let mut writer = Writer::claim(store, GUEST, ("a", 1), "here", at_point).expect("claims");
+    for step in 0..4 {
+        guest.run(&mut gatherer, step == 0);
+        let batch = gatherer.take().expect("files").expect("something");
+        writer.store_batch(&batch, about()).expect("stores");
+    }
+    for path in place.objects() {
+        let to = copied.path.join(path.strip_prefix(&place.path).expect("below it"));
+        std::fs::create_dir_all(to.parent().expect("a folder")).expect("makes");
+        let bytes = std::fs::read(&path).expect("reads");
+        let name = path.strip_prefix(&place.path).expect("below it").to_string_lossy();
+        if name.contains("/packs/") {
+            let kept = memory.part(&name, 0..bytes.len() as u64);
+            assert!(kept.as_ref() == Some(&bytes), "{name} is in memory");
+        }
+        std::fs::write(to, bytes).expect("writes");
+    }
+    let dies = |left| {
+        let address = Address::Directory(copied.path.clone());
+        let copy = hotspare_store::Bucket::open(&address).expect("opens");
+        Box::new(Dies { copy, left: std::sync::atomic::AtomicU64::new(left) })
+    };
+    let read = |store: Store| -> Result<Loaded, StoreError> {
+        let catalogue = store.catalogue(GUEST)?;
+        let name = catalogue.newest(None).expect("one");
+        let loaded = store.load(GUEST, &catalogue, name)?;
+        for span in loaded.all() {
+            loaded.read_spans(&[span])?;
+        }
+        Ok(loaded)
+    };
+    for left in [0, 1, 2, 5, 1000] {
+        let loaded = read(place.store().with_nearby(vec![dies(left)])).expect("reads");
+        assert_is(&loaded, &guest.memory, "from both");
+    }
+    let packs = place.objects().into_iter().filter(|path| path.to_string_lossy().contains("packs"));
+    packs.for_each(|pack| std::fs::remove_file(pack).expect("deletes"));
+    let loaded = read(place.store().with_nearby(vec![dies(1000)])).expect("reads");
+    assert_is(&loaded, &guest.memory, "from the copy alone");
+    let error = read(place.store().with_nearby(vec![dies(3)])).map(|_| ());
+    assert!(matches!(error, Err(StoreError::Missing(_))), "{error:?}");
 }
 
 #[test]

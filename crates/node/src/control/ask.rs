@@ -43,7 +43,8 @@ pub fn ask<T>(agent: &Agent, asking: impl AsyncFnOnce(Client) -> T) -> anyhow::R
     })
 }
 
-async fn connect(agent: &Agent) -> anyhow::Result<Channel> {
+/// Connects to an agent.
+pub async fn connect(agent: &Agent) -> anyhow::Result<Channel> {
     // Over the socket the name is not looked at.
     let endpoint = Endpoint::from_static("http://agent");
     let channel = match agent.clone() {

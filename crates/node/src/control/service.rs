@@ -6,6 +6,7 @@ use std::sync::mpsc::Sender;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use hotspare_store::PackMemory;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{mpsc, oneshot};
 use tokio_stream::Stream;
@@ -14,10 +15,10 @@ use tonic::{Request, Response, Status};
 
 use super::proto::control_server::Control;
 use super::proto::{
-    Event, EventsRequest, HistoryRequest, HistoryResponse, PauseProtectionRequest,
-    PauseProtectionResponse, Record, RehearseRequest, RehearseResponse, ResumeProtectionRequest,
-    ResumeProtectionResponse, StatusRequest, StatusResponse, SwitchoverRequest, SwitchoverResponse,
-    event,
+    Event, EventsRequest, HistoryRequest, HistoryResponse, PackPart, PagesRequest, PagesResponse,
+    PauseProtectionRequest, PauseProtectionResponse, Record, RehearseRequest, RehearseResponse,
+    ResumeProtectionRequest, ResumeProtectionResponse, StatusRequest, StatusResponse,
+    SwitchoverRequest, SwitchoverResponse, event,
 };
 use crate::agent::{Agent, Message};
 use crate::rehearsal::{self, Plan};
@@ -26,6 +27,10 @@ use crate::switchover::Asker;
 
 /// Events that wait for a caller, besides those that all have in common.
 const WAITING: usize = 16;
+
+/// Bytes of pages that are given at once, and in one part.
+const PAGES_BYTES_MAX: u64 = 64 << 20;
+const PART_BYTES_MAX: u64 = 2 << 20;
 
 /// Answers for an agent.
 #[derive(Clone)]
@@ -144,6 +149,14 @@ impl Control for Service {
         Ok(Response::new(ResumeProtectionResponse {}))
     }
 
+    type PagesStream = tokio_stream::Iter<std::vec::IntoIter<Result<PagesResponse, Status>>>;
+
+    async fn pages(&self, request: Request<PagesRequest>) -> Answer<Self::PagesStream> {
+        let parts = parts(self.agent.memory.as_deref(), &request.into_inner().parts)?;
+        let parts: Vec<_> = parts.into_iter().map(Ok).collect();
+        Ok(Response::new(tokio_stream::iter(parts)))
+    }
+
     async fn history(&self, request: Request<HistoryRequest>) -> Answer<HistoryResponse> {
         let newest = request.into_inner().newest as usize;
         let guest = self.agent.face().settings.as_ref().map(|settings| settings.guest.clone());
@@ -156,6 +169,21 @@ impl Control for Service {
         let torn = u32::try_from(torn).unwrap_or(u32::MAX);
         Ok(Response::new(HistoryResponse { records, torn }))
     }
+}
+
+/// The parts that a restore elsewhere asks for.
+fn parts(memory: Option<&PackMemory>, wanted: &[PackPart]) -> Result<Vec<PagesResponse>, Status> {
+    let bytes = wanted.iter().fold(0u64, |sum, part| sum.saturating_add(part.bytes));
+    if bytes > PAGES_BYTES_MAX || wanted.iter().any(|part| part.bytes > PART_BYTES_MAX) {
+        return Err(Status::invalid_argument("that is more than is given at once"));
+    }
+    let part = |wanted: &PackPart| {
+        let range = wanted.offset..wanted.offset.saturating_add(wanted.bytes);
+        let content = memory.and_then(|memory| memory.part(&wanted.pack, range));
+        let content = content.ok_or_else(|| Status::not_found(wanted.pack.clone()))?;
+        Ok(PagesResponse { content })
+    };
+    wanted.iter().map(part).collect()
 }
 
 /// A stream of one word, after which the program may end: whoever waits for that is let go once

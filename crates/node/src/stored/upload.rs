@@ -148,6 +148,10 @@ impl Upload {
                 Some(store) => store.clone(),
                 None => self.opened.insert(self.settings.open()?).clone(),
             };
+            let store = match &self.agent.memory {
+                Some(memory) => store.with_memory(memory.clone()),
+                None => store,
+            };
             let host = nix::unistd::gethostname()
                 .map_or_else(|_| String::new(), |name| name.to_string_lossy().into_owned());
             let term = self.agent.face().term.0;

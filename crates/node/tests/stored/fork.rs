@@ -11,15 +11,15 @@ use super::{
 };
 
 /// Where the Redis listens.
-const PORT: u16 = 6379;
+pub const PORT: u16 = 6379;
 
 /// A client of whichever copy.
-fn connect(scene: &Scene, server: SocketAddr) -> Connection {
+pub fn connect(scene: &Scene, server: SocketAddr) -> Connection {
     let open = move || Connection::open_when_it_listens(server, HANG);
     scene.lab.client().inside(open).expect("it serves")
 }
 
-fn get(connection: &mut Connection, key: &str) -> Option<String> {
+pub fn get(connection: &mut Connection, key: &str) -> Option<String> {
     let mut request = Vec::new();
     Protocol::Redis.put_get(&mut request, key);
     connection.send(&request).unwrap();

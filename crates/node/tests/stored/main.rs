@@ -5,6 +5,7 @@
 mod places;
 
 mod between;
+mod elsewhere;
 mod fork;
 mod kills;
 
