@@ -23,7 +23,6 @@ mod head;
 mod loader;
 mod pending;
 mod plan;
-mod sources;
 mod space;
 
 pub use loader::{LoadFailure, Loaded, Loader, LoaderProgress};
@@ -31,7 +30,6 @@ pub(crate) use space::LazySpace;
 
 pub use crate::ghost::needed_at_once;
 pub use plan::{Due, Plan, Start, Window, steady};
-pub use sources::Sources;
 
 /// The places of spans, by whose they are.
 pub(crate) fn by_owner(all: &[Span]) -> BTreeMap<PageOwner, Ranges> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use hotspare_image::Checkpoint;
 use hotspare_image::source::PageSource;
-use hotspare_process::lazy::{Loaded, Plan, Sources};
+use hotspare_process::lazy::{Loaded, Plan};
 use hotspare_process::pages::PageRun;
 
 use super::scenes;
@@ -218,24 +218,6 @@ pub fn not_started_without_memory() {
     let error = spare.try_restart_late(first.0, Arc::new(stored), &plan).err();
     let error = error.expect("it has no memory");
     assert!(error.contains("the line is dead"), "{error}");
-}
-
-/// The first source dies in the middle; the second one has the rest.
-pub fn goes_on_with_another_source() {
-    let mut primary = Primary::start(&["python3", "-c", HOLDS_MUCH]);
-    primary.run_until("60 ok");
-    let first = primary.checkpoint();
-    let mut dies = line(&first, 64);
-    dies.requests_max = Some(40);
-    let sources = Sources::new(vec![Arc::new(dies), Arc::new(line(&first, 64))]);
-    primary.die();
-    let spare = Spare::start(&first.0);
-    let (mut primary, loading) = spare.restart_late(first.0, Arc::new(sources), &Plan::default());
-    for _ in 0..100 {
-        assert!(primary.line().ends_with(" ok"));
-    }
-    let loaded = load(&mut primary, loading);
-    assert!(loaded.bytes >= 48 << 20, "{loaded:?}");
 }
 
 /// A program of guests/ is restarted in the middle of its steps, several times.

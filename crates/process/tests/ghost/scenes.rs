@@ -14,7 +14,6 @@ type Scene = fn();
 const SCENES: &[(&str, Scene)] = &[
     ("a_program_runs_before_its_memory_is_there", late::runs_before_it_is_loaded),
     ("what_is_forked_moved_and_discarded_while_it_comes_is_right", late::changes_while_it_comes),
-    ("a_source_that_is_lost_is_replaced", late::goes_on_with_another_source),
     ("what_is_read_is_in_the_touch_set", touch::what_is_read_is_in_the_touch_set),
     ("a_guest_whose_memory_is_lost_is_stopped", late::stopped_without_memory),
     ("a_guest_whose_memory_cannot_be_had_does_not_start", late::not_started_without_memory),
