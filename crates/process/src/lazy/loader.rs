@@ -27,9 +27,11 @@ use crate::capture::ranges::{Ranges, merge_sorted};
 const REQUEST_BYTES: u64 = 512 << 10;
 /// Requests for what comes later that are under way while the guest cannot start yet: so many that
 /// the line is not idle when it does.
-const AHEAD_MAX: usize = 2;
+const AHEAD_MAX: usize = 4;
 /// Such requests under way at most.
 const REQUESTS_MAX: usize = 12;
+/// When the guest has just started.
+const LIMIT_FIRST: usize = 6;
 /// Helpers for what somebody waits for.
 const URGENT_HELPERS: usize = 4;
 /// Fetched with a page that somebody waits for, first; more of it if that goes on in a row.
@@ -283,7 +285,7 @@ impl Loader {
                 behind,
                 under_way: 0,
                 ahead: 0,
-                pace: Pace { limit: 2, fastest: Duration::MAX },
+                pace: Pace { limit: LIMIT_FIRST, fastest: Duration::MAX },
                 around: Around::default(),
                 loaded: Loaded::default(),
                 progress: &progress,
