@@ -3,6 +3,7 @@
 use hotspare_image::memory::{MmId, PageOwner, SharedId};
 use hotspare_image::{Epoch, Position, Term};
 
+use crate::fold::{Layer, fold};
 use crate::manifest::{About, BLOCK_PAGES, Block, Manifest, PageRun, envelope};
 use crate::pages::Pages;
 use crate::seal;
@@ -101,6 +102,14 @@ pub fn manifests(seed: u64) -> (bool, u64) {
     folded.follow(&read.pages(0), |place| place);
     let there: u64 = read.blocks.iter().map(|block| u64::from(block.raw) / 4096).sum();
     assert!(folded.with_bytes() <= there, "no page is where there is none");
+    // As a chain of two, merged and followed: whatever it lists, both come to the same.
+    folded.follow(&read.pages(1), |place| place);
+    let mut merged = fold(vec![Layer::of(&read, 0), Layer::of(&read, 1)]);
+    for (owner, owned) in folded.0 {
+        let same = merged.0.remove(&owner).unwrap_or_default();
+        assert_eq!(same.pages, owned.pages, "merged as followed");
+    }
+    assert!(merged.0.is_empty(), "nobody has been made up");
     let again = read.seal(NAME, None).expect("seals");
     assert_eq!(Manifest::open(&again, NAME, None).expect("opens"), read);
     (false, 1)
