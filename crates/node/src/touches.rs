@@ -11,7 +11,7 @@ use hotspare_image::touch::TouchSet;
 use hotspare_kernel::accessed::PageTables;
 use hotspare_process::capture::touch::Touches;
 use hotspare_process::guest::Guest;
-use hotspare_process::lazy::{Window, steady};
+use hotspare_process::lazy::steady;
 use hotspare_process::objects::error::ObjectError;
 
 use crate::report::Reporter;
@@ -114,8 +114,9 @@ fn watch(
     sink: &TouchSink,
     reporter: &Reporter,
 ) {
-    let (window, mut last) = (Window::default(), TouchSet::default());
+    let mut last = TouchSet::default();
     while let Ok((mut touches, clearing)) = open.recv() {
+        let window = sink.window();
         let (began, before) = (Instant::now(), processor_time());
         let mut looked = Ok(Duration::ZERO);
         while looked.is_ok() && !touches.is_over(&window) {

@@ -115,6 +115,12 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// Bytes of the pages that are stored with it, before they are packed.
+    #[must_use]
+    pub fn page_bytes(&self) -> u64 {
+        self.pages.with_bytes() * PAGE_BYTES
+    }
+
     pub(crate) fn read_pages(&self, slot: Slot, bytes: &mut [u8]) -> io::Result<()> {
         self.spool.read_exact_at(bytes, slot.0 * PAGE_BYTES)
     }

@@ -1,7 +1,7 @@
 //! What the pause has produced, on its way to the store.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,6 +11,7 @@ use hotspare_image::files::FileIdentity;
 use hotspare_image::memory::PAGE_BYTES;
 use hotspare_image::touch::TouchSet;
 use hotspare_image::{Position, Term};
+use hotspare_process::lazy::Window;
 use hotspare_store::{About, Batch, Gatherer, Host, StoreError, StoreResult};
 
 use super::upload::Upload;
@@ -72,9 +73,14 @@ pub struct Shared {
     reset: AtomicBool,
     /// What the guest was last seen to touch, until it is written.
     pub touched: Mutex<Option<TouchSet>>,
+    /// Bytes of pages a second that went to the store when much was written last; 0: not yet.
+    rate: AtomicU64,
     /// Nothing is stored any more.
     pub over: AtomicBool,
 }
+
+/// Fewer bytes of pages say little of the line.
+const TELLING_BYTES: u64 = 4 << 20;
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queue> {
@@ -109,6 +115,14 @@ impl Shared {
         wanted.get_or_insert_with(|| Instant::now() + after);
     }
 
+    /// So many bytes of pages were written in this time.
+    pub fn wrote(&self, bytes: u64, took: Duration) {
+        if bytes >= TELLING_BYTES {
+            let rate = bytes as f64 / took.as_secs_f64().max(1e-6);
+            self.rate.store((rate as u64).max(1), Ordering::Relaxed);
+        }
+    }
+
     /// What was given to the writer is lost: everything anew.
     pub fn begin_anew(&self) {
         self.reset.store(true, Ordering::Relaxed);
@@ -119,6 +133,16 @@ impl Shared {
 pub struct TouchSink(Arc<Shared>);
 
 impl TouchSink {
+    /// For how long touches are worth tracking now: what goes to the store at the bandwidth that was
+    /// measured last will come from there at about the same.
+    pub fn window(&self) -> Window {
+        let usual = Window::default();
+        match self.0.rate.load(Ordering::Relaxed) {
+            0 => usual,
+            bytes_per_second => Window { bytes_per_second, ..usual },
+        }
+    }
+
     /// Goes along with the next checkpoint.
     pub fn put(&self, touched: TouchSet) {
         *self.0.touched.lock().unwrap_or_else(PoisonError::into_inner) = Some(touched);
@@ -379,5 +403,23 @@ impl Gathering {
                 Ok(())
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_window_goes_by_what_was_written_last() {
+        let shared = Arc::new(Shared::default());
+        let sink = TouchSink(shared.clone());
+        assert_eq!(sink.window(), Window::default());
+        shared.wrote(TELLING_BYTES - 1, Duration::from_millis(1));
+        assert_eq!(sink.window(), Window::default(), "little says little");
+        shared.wrote(20 << 20, Duration::from_secs(2));
+        assert_eq!(sink.window().bytes_per_second, 10 << 20);
+        shared.wrote(20 << 20, Duration::from_secs(4));
+        assert_eq!(sink.window().bytes_per_second, 5 << 20);
     }
 }

@@ -177,7 +177,9 @@ impl Upload {
             );
             return Ok(None);
         }
+        let began = Instant::now();
         let stored = writer.store_batch(batch, about.clone())?;
+        self.shared.wrote(batch.page_bytes(), began.elapsed());
         self.catalogue.add(stored.name);
         self.put_touched(&batch.state);
         Ok(Some(stored))
