@@ -394,7 +394,7 @@ fn nobody_waits_for_a_spare_that_is_given_up() {
     let (sender, writer, _replies) = sender(write, read, 1 << 20, Compression::Off);
     let way = sender.packets();
     thread::scope(|scope| {
-        scope.spawn(|| writer.run().unwrap_err());
+        // Nothing leaves the queue as long as nobody writes.
         let feeder = scope.spawn(|| {
             sender.begin(at(1), Term(1), true).unwrap();
             while sender.pages(batch(0, vec![1; 64 * PAGE])).is_ok() {}
@@ -407,6 +407,7 @@ fn nobody_waits_for_a_spare_that_is_given_up() {
         assert_eq!(sender.broken(), None, "the stream is as it was");
         hangup.hang_up();
     });
+    writer.run().unwrap_err();
     drop(spare);
 }
 
