@@ -133,8 +133,8 @@ impl Shared {
 pub struct TouchSink(Arc<Shared>);
 
 impl TouchSink {
-    /// For how long touches are worth tracking now: what goes to the store at the bandwidth that was
-    /// measured last will come from there at about the same.
+    /// For how long touches are worth tracking now: what goes to the store at the bandwidth that
+    /// was measured last will come from there at about the same.
     pub fn window(&self) -> Window {
         let usual = Window::default();
         match self.0.rate.load(Ordering::Relaxed) {
