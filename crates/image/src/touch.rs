@@ -68,6 +68,9 @@ impl TouchSet {
         }
         let until_ms = self.groups.first().map_or(0, |group| group.until_ms);
         self.groups.insert(0, TouchGroup { until_ms, spans: missed.to_vec() });
+        if !self.steady.is_empty() {
+            self.steady.splice(0..0, missed.iter().copied());
+        }
     }
 
     /// Its CBOR bytes.

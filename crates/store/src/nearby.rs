@@ -125,9 +125,8 @@ impl PackMemory {
         held.order.retain(|other| other != name);
     }
 
-    /// Bytes that are held.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
+    #[cfg(test)]
+    fn bytes(&self) -> u64 {
         self.held().bytes
     }
 

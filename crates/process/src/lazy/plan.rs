@@ -58,7 +58,7 @@ const EARLY_BYTES: u64 = 1 << 20;
 #[must_use]
 pub fn steady(before: &TouchSet, touched: &TouchSet) -> Vec<Span> {
     let first = |touched: &TouchSet| {
-        let moments = first_moments(touched).1;
+        let moments = first_moments(touched);
         by_owner(&moments.iter().flat_map(|group| &group.spans).copied().collect::<Vec<_>>())
     };
     let (before, mut steady) = (first(before), Vec::new());
@@ -69,12 +69,10 @@ pub fn steady(before: &TouchSet, touched: &TouchSet) -> Vec<Span> {
     steady
 }
 
-/// The groups of the first moments, at least one; how many these are.
-fn first_moments(touched: &TouchSet) -> (usize, &[TouchGroup]) {
-    let later = touched.groups.iter().skip(1);
-    let count = later.take_while(|group| group.until_ms <= FIRST_MOMENTS_MS).count() + 1;
-    let count = count.min(touched.groups.len());
-    (count, &touched.groups[..count])
+/// The groups of the first moments: at least one, if there is any.
+fn first_moments(touched: &TouchSet) -> &[TouchGroup] {
+    let count = touched.groups.partition_point(|group| group.until_ms <= FIRST_MOMENTS_MS);
+    &touched.groups[..count.max(1).min(touched.groups.len())]
 }
 
 impl Plan {
@@ -89,14 +87,14 @@ impl Plan {
     }
 
     fn early(touched: &TouchSet, source: &dyn PageSource) -> Self {
-        let (count, moments) = first_moments(touched);
+        let moments = first_moments(touched);
         let seen: Vec<Span> = moments.iter().flat_map(|group| &group.spans).copied().collect();
         let is_known = !touched.steady.is_empty();
         let (first, dear) =
             source.cheapest(if is_known { &touched.steady } else { &seen }, EARLY_BYTES);
         let small_before = Some(usize::from(!dear.is_empty()));
         let seen = if is_known { source.dense(&seen) } else { Vec::new() };
-        let later = touched.groups[count..].iter().map(|group| source.dense(&group.spans));
+        let later = touched.groups[moments.len()..].iter().map(|group| source.dense(&group.spans));
         let then = [dear, seen].into_iter().chain(later).filter(|spans| !spans.is_empty());
         let then = then.map(|spans| Due { after: None, spans }).collect();
         Self { first, then, small_before }
@@ -245,6 +243,11 @@ mod tests {
         assert_eq!(plan.first, [part(100, 2)]);
         let then: Vec<u64> = plan.then.iter().map(|due| pages(&due.spans)).collect();
         assert_eq!(then, [10, 12 + 90 + 20, 4]);
+        // A page alone, which is worth it: somebody has waited for it.
+        touched.learn(&[part(7000, 1), part(8000, 7)]);
+        let plan = Plan::new(&touched, Start::Early, &Dear(5));
+        assert_eq!(plan.first, [part(7000, 1), part(100, 2)]);
+        assert_eq!(plan.then[0].spans, [part(8000, 7), part(140, 10)]);
     }
 
     #[test]
