@@ -34,9 +34,22 @@ impl Count {
     }
 }
 
+/// Of a suite: its tests, and what failed, a line each, as far as it says so.
+#[derive(Debug, Default)]
+struct Outcome {
+    count: Count,
+    failures: Vec<String>,
+}
+
+impl From<(u64, u64)> for Outcome {
+    fn from((passed, failed): (u64, u64)) -> Self {
+        Self { count: Count { passed, failed }, failures: Vec::new() }
+    }
+}
+
 struct Suite {
     name: &'static str,
-    count: Count,
+    outcome: Outcome,
     seconds: f64,
     is_good: bool,
 }
@@ -59,31 +72,40 @@ pub fn ci(arguments: &CiArguments) -> Result<()> {
             suites.push(suite("go", &mut go)?);
         }
         let table = GuestArguments::default();
-        suites.push(own_suite("guests", || guests::table(&table))?);
+        suites.push(own_suite("guests", || Ok(guests::table(&table)?.into()))?);
         let each_once = KillArguments::default();
-        suites.push(own_suite("kills", || kills::all(&each_once))?);
-        suites.push(own_suite("moves", || kills::all(&KillArguments::moves()))?);
-        suites.push(own_suite("unnoticed", || kills::all(&KillArguments::unnoticed()))?);
-        suites.push(own_suite("torture", torture::smoke)?);
-        suites.push(own_suite("bench", bench::quick)?);
+        suites.push(own_suite("kills", || Ok(kills::all(&each_once)?.into()))?);
+        suites.push(own_suite("moves", || Ok(kills::all(&KillArguments::moves())?.into()))?);
+        suites
+            .push(own_suite("unnoticed", || Ok(kills::all(&KillArguments::unnoticed())?.into()))?);
+        suites.push(own_suite("torture", || Ok(torture::smoke()?.into()))?);
+        suites.push(own_suite("bench", benches)?);
     }
     report(&suites)
+}
+
+fn benches() -> Result<Outcome> {
+    let (passed, failures) = bench::quick();
+    Ok(Outcome { count: Count { passed, failed: failures.len() as u64 }, failures })
 }
 
 fn report(suites: &[Suite]) -> Result<()> {
     let mut total = Count::default();
     println!();
     for suite in suites {
-        let Count { passed, failed } = suite.count;
+        for failure in &suite.outcome.failures {
+            println!("{} failed: {failure}", suite.name);
+        }
+        let Count { passed, failed } = suite.outcome.count;
         println!(
             "{:<10} {passed:>6} passed {failed:>4} failed {:>7.1} s",
             suite.name, suite.seconds
         );
-        total.add(suite.count);
+        total.add(suite.outcome.count);
     }
     let broken: Vec<_> = suites.iter().filter(|suite| !suite.is_good).collect();
     // A suite that broke without counting a failure still is one.
-    let uncounted = broken.iter().filter(|suite| suite.count.failed == 0).count() as u64;
+    let uncounted = broken.iter().filter(|suite| suite.outcome.count.failed == 0).count() as u64;
     println!("{} passed, {} failed", total.passed, total.failed + uncounted);
     ensure!(total.passed > 0, "no test ran");
     if !broken.is_empty() {
@@ -107,23 +129,30 @@ fn suite(name: &'static str, command: &mut Command) -> Result<Suite> {
     let spawned = command.stdout(Stdio::piped()).spawn();
     let mut child = spawned.with_context(|| format!("run {command:?}"))?;
     let stdout = child.stdout.take().context("its output is piped")?;
-    let mut count = Count::default();
+    let mut outcome = Outcome::default();
     for line in BufReader::new(stdout).lines() {
         let line = line.with_context(|| format!("read the output of {name}"))?;
-        count.add(counted(&line));
+        outcome.count.add(counted(&line));
+        outcome.failures.extend(failure(&line).map(str::to_owned));
         println!("{line}");
     }
     let is_good = child.wait().with_context(|| format!("wait for {name}"))?.success();
-    Ok(Suite { name, count, seconds: start.elapsed().as_secs_f64(), is_good })
+    Ok(Suite { name, outcome, seconds: start.elapsed().as_secs_f64(), is_good })
 }
 
-/// Runs a suite of our own, which gives its passed and failed.
-fn own_suite(name: &'static str, work: impl FnOnce() -> Result<(u64, u64)>) -> Result<Suite> {
+/// Runs a suite of our own.
+fn own_suite(name: &'static str, work: impl FnOnce() -> Result<Outcome>) -> Result<Suite> {
     println!("== {name}");
     let start = Instant::now();
-    let (passed, failed) = work().with_context(|| name.to_owned())?;
-    let seconds = start.elapsed().as_secs_f64();
-    Ok(Suite { name, count: Count { passed, failed }, seconds, is_good: failed == 0 })
+    let outcome = work().with_context(|| name.to_owned())?;
+    let is_good = outcome.count.failed == 0;
+    Ok(Suite { name, outcome, seconds: start.elapsed().as_secs_f64(), is_good })
+}
+
+/// The test that a line of cargo or go says failed.
+fn failure(line: &str) -> Option<&str> {
+    let cargo = line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED"));
+    cargo.or_else(|| line.strip_prefix("--- FAIL: "))
 }
 
 /// The tests that a line of a test runner counts: `test result: ok. 3 passed; 0 failed; …` of
@@ -172,5 +201,12 @@ mod tests {
         assert_eq!(counted("12 passed, 0 failed"), Count { passed: 12, failed: 0 });
         assert_eq!(counted("--- FAIL: TestX (0.00s)"), Count { passed: 0, failed: 1 });
         assert_eq!(counted("what has passed has failed"), Count::default());
+    }
+
+    #[test]
+    fn what_failed_is_named() {
+        assert_eq!(failure("test road::it_holds ... FAILED"), Some("road::it_holds"));
+        assert_eq!(failure("--- FAIL: TestX (0.00s)"), Some("TestX (0.00s)"));
+        assert_eq!(failure("test road::it_holds ... ok"), None);
     }
 }

@@ -31,6 +31,9 @@ const RETRY_EVERY: Duration = Duration::from_millis(5);
 /// After the first good reply, for the others to come back.
 const AFTERWARDS: Duration = Duration::from_millis(700);
 
+/// Of each process that is shown when nobody answers.
+const LAST_LINES: usize = 60;
+
 /// Who keeps the Redis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keeper {
@@ -97,7 +100,7 @@ pub struct RivalResult {
 /// Kills the host of a Redis under load, in a lab of its own.
 pub fn rival(bench: &RivalBench) -> Result<RivalResult, LabError> {
     let lab = Lab::new(3)?;
-    let (_processes, place) = make(bench, &lab)?;
+    let (processes, place) = make(bench, &lab)?;
     let stop = Arc::new(AtomicBool::new(false));
     let interval = Duration::from_secs_f64(bench.clients as f64 / bench.rate_per_s);
     let client = |number: usize| {
@@ -108,7 +111,9 @@ pub fn rival(bench: &RivalBench) -> Result<RivalResult, LabError> {
     let clients: Vec<_> = (0..bench.clients).map(client).collect();
     (Instant::now() + bench.before).sleep_until();
     let death = lab.host(0).kill()?;
-    served_again(&lab, &place)?;
+    if !served_again(&lab, &place) {
+        return Err(nobody(&processes));
+    }
     (Instant::now() + AFTERWARDS).sleep_until();
     stop.store(true, Ordering::Relaxed);
     judge(&lab, &place, clients, death)
@@ -208,8 +213,8 @@ fn agreed(host: &Arc<Host>) -> Result<(), LabError> {
     Err(LabError::Deadline { what: "Sentinels that know each other".into(), waited: HANG })
 }
 
-/// Waits until somebody else answers at the place.
-fn served_again(lab: &Lab, place: &Place) -> Result<(), LabError> {
+/// Whether somebody else answers at the place, in time.
+fn served_again(lab: &Lab, place: &Place) -> bool {
     let place = place.clone();
     let answers = move || {
         let deadline = Instant::now() + HANG;
@@ -221,8 +226,19 @@ fn served_again(lab: &Lab, place: &Place) -> Result<(), LabError> {
         }
         false
     };
-    let what = "a Redis after the death".to_owned();
-    lab.client().inside(answers).then_some(()).ok_or(LabError::Deadline { what, waited: HANG })
+    lab.client().inside(answers)
+}
+
+/// That nobody serves after the death, with what everybody said last.
+fn nobody(processes: &[Process]) -> LabError {
+    let mut what = "a Redis after the death".to_owned();
+    for process in processes {
+        let said = process.said();
+        let lines: Vec<&str> = said.lines().collect();
+        let last = &lines[lines.len().saturating_sub(LAST_LINES)..];
+        what += &format!("\npid {} said:\n{}", process.pid(), last.join("\n"));
+    }
+    LabError::Deadline { what, waited: HANG }
 }
 
 fn is_master(server: SocketAddr) -> Result<bool, ClientError> {

@@ -52,10 +52,11 @@ struct Reply {
 }
 
 const ABOUT: &str = "A Redis with that many keys (values of 40 bytes that do not repeat) runs \
-    under `hotspare run --store`, while a client asks for random keys, and its host dies; \
-    `hotspare restore` brings it back on another host, at the end of a line as above. First reply: \
-    from the start of `restore` until a client that connects anew and asks for a random key has \
-    its value, which is compared with what it should be. All first: with `--load-first`.";
+    under `hotspare run --store`, while a client asks for random keys and others connect, ask for \
+    one and leave, five a second, and its host dies; `hotspare restore` brings it back on another \
+    host, at the end of a line as above. First reply: from the start of `restore` until a client \
+    that connects anew and asks for a random key has its value, which is compared with what it \
+    should be. All first: with `--load-first`.";
 
 const COLUMNS: [&str; 9] = [
     "line",
@@ -157,6 +158,8 @@ fn record(hotspare: &Path, keys: u64) -> Result<Recorded> {
                 continue;
             }
             looked = Instant::now();
+            // As clients of a server that runs come and go.
+            connect(lab, primary)?.check(1 + dice.roll() % keys)?;
             match known {
                 None => known = (self::windows(primary) >= windows).then(now_ms),
                 Some(since) if is_stored(since + 1000)? => return Ok(()),
