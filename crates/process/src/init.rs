@@ -22,6 +22,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use hotspare_image::tree::GuestPid;
+use hotspare_kernel::descriptor::{Soon, closed_early};
 use hotspare_kernel::{HostPid, KernelError, pidfd, socket, spawn};
 use minicbor::{Decode, Encode};
 use nix::sys::socket::{MsgFlags, recv, send};
@@ -283,6 +284,7 @@ impl Init {
     /// Must be called on the thread that traces the guest: init is killed when that thread ends.
     pub fn start(config: InitConfig) -> Result<Self> {
         let (ours, theirs) = socket::pair(libc::AF_UNIX, libc::SOCK_SEQPACKET)?;
+        let ours = closed_early(ours, Soon::Guest);
         let own = pidfd::open(HostPid(std::process::id() as i32))?;
         let mut command = Command::new(&config.program);
         command.args(&config.arguments).stdin(Stdio::null()).stdout(Stdio::null());

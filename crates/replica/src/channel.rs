@@ -7,6 +7,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use hotspare_kernel::descriptor::{Soon, closed_early};
 use hotspare_kernel::socket::set_option_i32;
 use nix::sys::socket::{setsockopt, sockopt};
 use rustls::pki_types::ServerName;
@@ -105,6 +106,7 @@ impl Channel {
 
     /// The dialling side of a connected stream.
     pub fn dialled(stream: TcpStream, security: &Security) -> Result<Channel, ChannelError> {
+        let stream = TcpStream::from(closed_early(stream.into(), Soon::Stream));
         match security {
             Security::Plain { .. } => Channel::plain(stream, security),
             Security::Tls(identity) => {
@@ -117,6 +119,7 @@ impl Channel {
 
     /// The listening side of an accepted stream.
     pub fn accepted(stream: TcpStream, security: &Security) -> Result<Channel, ChannelError> {
+        let stream = TcpStream::from(closed_early(stream.into(), Soon::Stream));
         match security {
             Security::Plain { .. } => Channel::plain(stream, security),
             Security::Tls(identity) => {
