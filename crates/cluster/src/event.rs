@@ -130,6 +130,10 @@ pub enum Event {
     Tick,
     /// A heartbeat arrived.
     Beat(Beat),
+    /// This agent stood still for so many nanoseconds until now (a host without processors, a
+    /// paused virtual machine): for a primary that was no silence of its spares, who may have
+    /// stood still with it, or whose heartbeats nobody has heard yet. Leases go on.
+    StoodStill(Nanos),
     /// A stream ended.
     StreamClosed {
         /// At whose other end.

@@ -302,6 +302,7 @@ impl Node {
         match event {
             Event::Tick => self.tick(now, &mut out),
             Event::Beat(beat) => self.hear(now, beat, &mut out),
+            Event::StoodStill(for_ns) => self.stood_still(now, for_ns),
             Event::StreamClosed { peer, how } => self.stream_closed(now, peer, how, &mut out),
             Event::SpareJoined(node) => self.spare_joined(now, node, &mut out),
             Event::SpareAcknowledged { node, position } => {

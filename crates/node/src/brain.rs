@@ -31,7 +31,8 @@ impl Brain {
 ///
 /// For a spare it stands still when the program does (a stopped process, a paused virtual machine):
 /// what nobody listened for is not the primary's silence. A spare that took it for that would take
-/// a guest over that lives, from a checkpoint of long ago. For a primary all time counts.
+/// a guest over that lives, from a checkpoint of long ago. For a primary all time counts, since
+/// leases do; that nobody listened for its spares it is told ([`Event::StoodStill`]).
 struct Clock {
     began: Instant,
     stood_still: u64,
@@ -69,11 +70,17 @@ impl Clock {
         }
     }
 
-    /// A wait of `asked` has taken `took`.
-    fn waited(&mut self, asked: u64, took: u64, role: Role) {
+    /// A wait of `asked` has taken `took`: how long we stood still, if a primary is to know.
+    fn waited(&mut self, asked: u64, took: u64, role: Role) -> Option<u64> {
         let late = took.saturating_sub(asked);
-        if role == Role::Spare && late > self.late_max {
-            self.stood_still += late;
+        match role {
+            _ if late <= self.late_max => None,
+            Role::Spare => {
+                self.stood_still += late;
+                None
+            }
+            Role::Primary => Some(late),
+            _ => None,
         }
     }
 }
@@ -103,7 +110,10 @@ pub fn run(
                 let asked_at = clock.now();
                 let wait = node.next_tick().saturating_sub(asked_at).min(1_000_000_000);
                 let received = events.recv_timeout(Duration::from_nanos(wait));
-                clock.waited(wait, clock.now() - asked_at, node.status().role);
+                let late = clock.waited(wait, clock.now() - asked_at, node.status().role);
+                if let Some(late) = late {
+                    answers.extend(act(node.step(clock.now(), Event::StoodStill(late)), agent));
+                }
                 match received {
                     Ok(event) => event,
                     Err(RecvTimeoutError::Timeout) => Event::Tick,
@@ -158,10 +168,12 @@ mod tests {
         let began = Instant::now() - Duration::from_secs(100);
         let mut clock = Clock { began, stood_still: 0, late_max: 45_000_000 };
         let before = clock.now();
-        clock.waited(30_000_000, 31_000_000, Role::Spare);
-        clock.waited(30_000_000, 9_000_000_000, Role::Primary);
+        assert_eq!(clock.waited(30_000_000, 31_000_000, Role::Spare), None);
+        assert_eq!(clock.waited(30_000_000, 31_000_000, Role::Primary), None);
+        let told = clock.waited(30_000_000, 9_000_000_000, Role::Primary);
+        assert_eq!(told, Some(8_970_000_000));
         assert!(clock.now() >= before);
-        clock.waited(30_000_000, 9_000_000_000, Role::Spare);
+        assert_eq!(clock.waited(30_000_000, 9_000_000_000, Role::Spare), None);
         assert!(clock.now() < before - 8_000_000_000);
     }
 }

@@ -188,6 +188,17 @@ impl Engine {
         primary.stdout().lines().iter().any(is_start)
     }
 
+    /// Whether the last word of `primary` on that was that a spare could take over, if it has said
+    /// anything.
+    pub fn last_protection(primary: &Process) -> Option<bool> {
+        let said = |line: &Line| match &*line.text {
+            text if text.contains(r#""event":"protected""#) => Some(true),
+            text if text.contains(r#""event":"unprotected""#) => Some(false),
+            _ => None,
+        };
+        primary.stdout().last(said)
+    }
+
     /// Whether `spare` has said that it has taken over.
     pub fn has_taken_over(spare: &Process) -> bool {
         let is_failover = |line: &Line| matches!(event(line), Some(Event::Failover(_)));

@@ -71,6 +71,15 @@ impl Node {
         }
     }
 
+    pub(super) fn stood_still(&mut self, now: Nanos, for_ns: Nanos) {
+        let State::Reigning(reign) = &mut self.state else { return };
+        let later = |at: Nanos| at.saturating_add(for_ns).min(now);
+        for spare in reign.spares.values_mut() {
+            spare.joined_at = later(spare.joined_at);
+            spare.heard_at = spare.heard_at.map(later);
+        }
+    }
+
     pub(super) fn watch_spares(&mut self, now: Nanos, out: &mut Vec<Action>) {
         let State::Reigning(reign) = &self.state else { return };
         let silence_ns = self.config.silence_ns;

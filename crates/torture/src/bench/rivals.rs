@@ -95,9 +95,12 @@ pub struct RivalResult {
     pub broken: usize,
     /// Requests without a good reply.
     pub failed: usize,
+    /// The primary had said that no spare could take over when its host died: there is nothing
+    /// else here.
+    pub unprotected: bool,
 }
 
-/// Kills the host of a Redis under load, in a lab of its own.
+/// Kills the host of a Redis under load, in a lab of its own, when it says that it is protected.
 pub fn rival(bench: &RivalBench) -> Result<RivalResult, LabError> {
     let lab = Lab::new(3)?;
     let (processes, place) = make(bench, &lab)?;
@@ -110,7 +113,17 @@ pub fn rival(bench: &RivalBench) -> Result<RivalResult, LabError> {
     };
     let clients: Vec<_> = (0..bench.clients).map(client).collect();
     (Instant::now() + bench.before).sleep_until();
+    let is_open = |primary: &Process| Engine::last_protection(primary) == Some(false);
+    let primary = processes.first().filter(|_| bench.keeper != Keeper::Sentinel);
+    let deadline = Instant::now() + HANG;
+    while primary.is_some_and(is_open) && Instant::now() < deadline {
+        std::thread::sleep(RETRY_EVERY);
+    }
     let death = lab.host(0).kill()?;
+    if primary.is_some_and(is_open) {
+        stop.store(true, Ordering::Relaxed);
+        return Ok(RivalResult { unprotected: true, ..RivalResult::default() });
+    }
     if !served_again(&lab, &place) {
         return Err(nobody(&processes));
     }

@@ -199,16 +199,7 @@ impl Agents {
 
     /// Whether a primary's last word of it was that a spare could take over.
     fn is_protected(&self, index: usize) -> bool {
-        self.said_protected(index) == Some(true) && self.is_on_its_path(index)
-    }
-
-    fn said_protected(&self, index: usize) -> Option<bool> {
-        let said = |line: &Line| match &*line.text {
-            text if text.contains(r#""event":"protected""#) => Some(true),
-            text if text.contains(r#""event":"unprotected""#) => Some(false),
-            _ => None,
-        };
-        self.seats[index].agent.stdout().last(said)
+        Engine::last_protection(self.agent(index)) == Some(true) && self.is_on_its_path(index)
     }
 
     /// Whether clients reach the guest of this primary as they are meant to. Until then connections
@@ -342,7 +333,7 @@ impl Agents {
             return if is_over { Err("no host has the guest".to_owned()) } else { Ok(()) };
         };
         // Until it knows, its last word of being protected is of the one that is dead.
-        let knows = self.count() > 2 || self.said_protected(primary) != Some(true);
+        let knows = self.count() > 2 || Engine::last_protection(self.agent(primary)) != Some(true);
         if !knows && Instant::now() < first_seen + UNNOTICED_AT_MOST {
             return Ok(());
         }
