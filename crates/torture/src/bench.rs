@@ -30,7 +30,9 @@ pub use self::latency::{LatencyBench, LatencyResult, Met, SERVERS, latency};
 pub use self::overhead::{OverheadBench, OverheadResult, Way, overhead};
 pub use self::rivals::{Keeper, RivalBench, RivalResult, rival};
 pub use self::scale::{ScaleBench, ScaleResult, scale};
-pub use self::ycsb::{Weight, YcsbBench, YcsbResult, build_ycsb, weigh, ycsb};
+pub use self::ycsb::{
+    Weight, YcsbBench, YcsbCore, YcsbResult, build_ycsb, build_ycsb_java, weigh, ycsb,
+};
 
 const PORT: u16 = 6379;
 const VALUE_BYTES: usize = 72;

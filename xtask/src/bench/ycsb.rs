@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hotspare_torture::bench::{
-    Way, Weight, YcsbBench, YcsbResult, build_ycsb, median, weigh, ycsb,
+    Way, Weight, YcsbBench, YcsbCore, YcsbResult, build_ycsb, build_ycsb_java, median, weigh, ycsb,
 };
 use serde_json::json;
 
@@ -59,11 +59,11 @@ impl YcsbArguments {
         short
     }
 
-    fn bench(&self, tools: &Tools, way: Way, interval_ms: u64) -> YcsbBench {
+    fn bench(&self, tools: &Tools, core: &YcsbCore, way: Way, interval_ms: u64) -> YcsbBench {
         YcsbBench {
             way,
             hotspare: tools.hotspare.clone(),
-            ycsb: tools.ycsb.clone(),
+            core: core.clone(),
             records: self.records,
             operations: self.operations,
             threads: self.threads,
@@ -74,7 +74,9 @@ impl YcsbArguments {
 
 struct Tools {
     hotspare: PathBuf,
-    ycsb: PathBuf,
+    go: YcsbCore,
+    /// Or why not.
+    java: Result<YcsbCore, String>,
 }
 
 /// One way at one interval; those that have none are at 0.
@@ -105,9 +107,11 @@ pub fn ycsbs(arguments: &YcsbArguments) -> Result<()> {
             return Ok(());
         }
     };
-    let tools = Tools { hotspare: tree::build_hotspare()?, ycsb };
+    let java = build_ycsb_java(&dir).map(YcsbCore::Java).map_err(|error| error.to_string());
+    let tools = Tools { hotspare: tree::build_hotspare()?, go: YcsbCore::Go(ycsb), java };
     let mut report = Report::new("ycsb", &arguments.common)?;
     let rows = measure(arguments, &tools)?;
+    let by_java = by_java(arguments, &tools, &mut report)?;
     let mut table = Table::new(&COLUMNS);
     for row in &rows {
         table.row(cells(row));
@@ -115,7 +119,7 @@ pub fn ycsbs(arguments: &YcsbArguments) -> Result<()> {
         report.add(of, &row.rounds)?;
     }
     let weights = arguments.sizes.iter().map(|&records| {
-        let mut bench = arguments.bench(&tools, Way::Timeline, 100);
+        let mut bench = arguments.bench(&tools, &tools.go, Way::Timeline, 100);
         bench.records = records;
         weigh(&bench).with_context(|| format!("weigh checkpoints of {records} records"))
     });
@@ -134,7 +138,7 @@ pub fn ycsbs(arguments: &YcsbArguments) -> Result<()> {
         ]);
     }
     let text = format!(
-        "{}\n{}\n{}\n{}",
+        "{}\n{}\n{by_java}\n{}\n{}",
         wrapped(&about(arguments, rows[0].rounds.len())),
         table.text,
         wrapped(
@@ -166,20 +170,79 @@ fn measure(arguments: &YcsbArguments, tools: &Tools) -> Result<Vec<Row>> {
         rows.truncate(1);
     }
     rows.extend(arguments.intervals_ms.iter().map(|&ms| row(Way::Timeline, ms)));
-    for round in arguments.common.rounds("ycsb", arguments.rounds, 0.9) {
-        for row in &mut rows {
-            let bench = arguments.bench(tools, row.way, row.interval_ms.max(1));
+    in_turns(arguments, tools, &tools.go, 0.65, &mut rows)?;
+    Ok(rows)
+}
+
+/// Fills the rows, in turns, in about this share of the time that the bench has.
+fn in_turns(
+    arguments: &YcsbArguments,
+    tools: &Tools,
+    core: &YcsbCore,
+    share: f64,
+    rows: &mut [Row],
+) -> Result<()> {
+    for round in arguments.common.rounds("ycsb", arguments.rounds, share) {
+        for row in rows.iter_mut() {
+            let bench = arguments.bench(tools, core, row.way, row.interval_ms.max(1));
             let results = ycsb(&bench).with_context(|| row.way.name())?;
-            println!(
-                "round {round}, {} {}: {:.2} s",
-                row.way.name(),
-                row.interval_ms,
-                results[0].seconds
-            );
+            let (way, seconds) = (row.way.name(), results[0].seconds);
+            println!("round {round}, {way} {}: {seconds:.2} s", row.interval_ms);
             row.rounds.push(results);
         }
     }
-    Ok(rows)
+    Ok(())
+}
+
+/// The same workloads by the Java YCSB, at one interval.
+fn by_java(arguments: &YcsbArguments, tools: &Tools, report: &mut Report) -> Result<String> {
+    let core = match &tools.java {
+        Ok(core) => core,
+        Err(why) => {
+            println!("the Java YCSB is left out: {why}");
+            return Ok(wrapped("The Java YCSB is left out: it does not build here."));
+        }
+    };
+    let row = |way, interval_ms| Row { way, interval_ms, rounds: vec![] };
+    let mut rows = vec![
+        row(Way::Unprotected, 0),
+        row(Way::Replica, 0),
+        row(Way::OutputCommit, 100),
+        row(Way::Timeline, 100),
+    ];
+    if arguments.common.quick {
+        rows.truncate(1);
+    }
+    in_turns(arguments, tools, core, 0.25, &mut rows)?;
+    let mut table = Table::new(&JAVA_COLUMNS);
+    for row in &rows {
+        table.row(java_cells(row));
+        let of = json!({ "core": "java", "way": row.way.name(), "interval_ms": row.interval_ms });
+        report.add(of, &row.rounds)?;
+    }
+    let about = "The same by the Java YCSB 0.17.0 (`tools/ycsb-java`: a binding of ours on Jedis), \
+                 which tells latency by kind; it shares the processors with what is measured.";
+    Ok(format!("{}\n{}", wrapped(about), table.text))
+}
+
+const JAVA_COLUMNS: [&str; 8] = [
+    "kept by",
+    "interval",
+    "A: s",
+    "A, reads: ms p50 / p99",
+    "A, updates: ms p50 / p99",
+    "B: s",
+    "B, reads: ms p50 / p99",
+    "B, updates: ms p50 / p99",
+];
+
+fn java_cells(row: &Row) -> [String; 8] {
+    let [way, interval, a, a_reads, b, b_reads] = cells(row);
+    let updates = |workload| {
+        let p50 = row.median(workload, |one| one.update_p50_ms);
+        format!("{p50:.2} / {:.2}", row.median(workload, |one| one.update_p99_ms))
+    };
+    [way, interval, a, a_reads, updates(0), b, b_reads, updates(1)]
 }
 
 const COLUMNS: [&str; 6] =

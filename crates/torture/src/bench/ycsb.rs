@@ -16,6 +16,15 @@ use crate::protected::{Engine, HANG, wait_for_service};
 /// A workload that takes longer hangs.
 const RUN_AT_MOST: Duration = Duration::from_secs(300);
 
+/// Whose core workloads: generators, clients and measurements are its own.
+#[derive(Clone, Debug)]
+pub enum YcsbCore {
+    /// go-ycsb: `tools/ycsb`, built.
+    Go(PathBuf),
+    /// The Java YCSB: the directory of its classes with our binding, `tools/ycsb-java`.
+    Java(PathBuf),
+}
+
 /// A Redis and the workloads that come one after the other.
 #[derive(Clone, Debug)]
 pub struct YcsbBench {
@@ -23,8 +32,8 @@ pub struct YcsbBench {
     pub way: Way,
     /// The `hotspare` program.
     pub hotspare: PathBuf,
-    /// `tools/ycsb`, built.
-    pub ycsb: PathBuf,
+    /// Who asks.
+    pub core: YcsbCore,
     /// Records of ten fields of 100 bytes.
     pub records: u64,
     /// Operations of each workload.
@@ -42,10 +51,14 @@ pub struct YcsbResult {
     pub updates: f64,
     /// From the first operation to the last.
     pub seconds: f64,
-    /// Of all operations, ms.
+    /// Of all operations, as go-ycsb tells it; of reads, as the Java YCSB does. Milliseconds.
     pub p50_ms: f64,
     /// As `p50_ms`.
     pub p99_ms: f64,
+    /// Of updates, by the Java YCSB.
+    pub update_p50_ms: f64,
+    /// As `update_p50_ms`.
+    pub update_p99_ms: f64,
     /// Bytes sent for a checkpoint, p50.
     pub checkpoint_bytes: f64,
     /// Checkpoints.
@@ -79,31 +92,86 @@ pub fn ycsb(bench: &YcsbBench) -> Result<Vec<YcsbResult>, LabError> {
 }
 
 fn work(lab: &Lab, bench: &YcsbBench, command: &str, updates: f64) -> Result<YcsbResult, LabError> {
-    let server = format!("{SERVICE_V4}:{PORT}");
-    let mut ycsb = Command::new(&bench.ycsb);
-    ycsb.arg(command).args([
-        format!("redis.addr={server}"),
+    let properties = [
         format!("recordcount={}", bench.records),
         format!("operationcount={}", bench.operations),
         format!("threadcount={}", bench.threads),
         format!("readproportion={}", 1.0 - updates),
         format!("updateproportion={updates}"),
         "requestdistribution=zipfian".to_owned(),
-    ]);
-    let said = lab.client().run(&mut ycsb, RUN_AT_MOST)?;
-    let wrong = || LabError::Io {
-        doing: format!("run YCSB ({command})"),
-        source: std::io::Error::other(said.clone()),
+    ];
+    let mut ycsb = match &bench.core {
+        YcsbCore::Go(program) => go(program, command),
+        YcsbCore::Java(classes) => java(classes, command),
     };
-    if said.contains("_ERROR") {
-        return Err(wrong());
+    match &bench.core {
+        YcsbCore::Go(_) => ycsb.args(properties),
+        YcsbCore::Java(_) => ycsb.args(properties.iter().flat_map(|word| ["-p", word])),
+    };
+    let said = lab.client().run(&mut ycsb, RUN_AT_MOST)?;
+    let told = match &bench.core {
+        YcsbCore::Go(_) => go_told(&said),
+        YcsbCore::Java(_) => java_told(&said, if command == "load" { "INSERT" } else { "READ" }),
+    };
+    let told = told.map(|result| YcsbResult { updates, ..result });
+    told.ok_or_else(|| LabError::Io {
+        doing: format!("run YCSB ({command})"),
+        source: std::io::Error::other(said),
+    })
+}
+
+fn go(program: &Path, command: &str) -> Command {
+    let mut ycsb = Command::new(program);
+    ycsb.arg(command).arg(format!("redis.addr={SERVICE_V4}:{PORT}"));
+    ycsb
+}
+
+fn java(classes: &Path, command: &str) -> Command {
+    let mut ycsb = Command::new("java");
+    let classes = classes.display();
+    ycsb.args(["-Xmx512m", "-cp", &format!("{classes}:{classes}/*"), "site.ycsb.Client"]);
+    ycsb.args([if command == "load" { "-load" } else { "-t" }, "-db", "RedisBinding"]);
+    for property in ["workload=site.ycsb.workloads.CoreWorkload", "hdrhistogram.percentiles=50,99"]
+    {
+        ycsb.args(["-p", property]);
     }
-    let seconds = said.lines().last().and_then(seconds_of).ok_or_else(wrong)?;
-    let total = said.lines().find(|line| line.starts_with("TOTAL"));
-    let ms = |name: &str| total.and_then(|line| micros_of(line, name)).map(|us| us / 1e3);
-    let p50_ms = ms("50th(us): ").ok_or_else(wrong)?;
-    let p99_ms = ms("99th(us): ").ok_or_else(wrong)?;
-    Ok(YcsbResult { updates, seconds, p50_ms, p99_ms, ..YcsbResult::default() })
+    ycsb.args(["-p", &format!("redis.host={SERVICE_V4}"), "-p", &format!("redis.port={PORT}")]);
+    ycsb
+}
+
+/// What a summary of go-ycsb says; nothing if something failed.
+fn go_told(said: &str) -> Option<YcsbResult> {
+    if said.contains("_ERROR") {
+        return None;
+    }
+    let seconds = said.lines().last().and_then(seconds_of)?;
+    let total = said.lines().find(|line| line.starts_with("TOTAL"))?;
+    let ms = |name: &str| micros_of(total, name).map(|us| us / 1e3);
+    let (p50_ms, p99_ms) = (ms("50th(us): ")?, ms("99th(us): ")?);
+    Some(YcsbResult { seconds, p50_ms, p99_ms, ..YcsbResult::default() })
+}
+
+/// What a summary of the Java YCSB says, with the latency of `kind`; nothing if something failed.
+fn java_told(said: &str, kind: &str) -> Option<YcsbResult> {
+    let is_wrong = |line: &str| line.contains("Return=") && !line.contains("Return=OK");
+    if said.lines().any(is_wrong) {
+        return None;
+    }
+    let figure = |kind: &str, name: &str| -> Option<f64> {
+        let head = format!("[{kind}], {name}, ");
+        said.lines().find_map(|line| line.strip_prefix(&head))?.trim().parse().ok()
+    };
+    let percentile = |kind: &str, percent: u32| {
+        figure(kind, &format!("{percent}thPercentileLatency(us)")).map(|us| us / 1e3)
+    };
+    Some(YcsbResult {
+        seconds: figure("OVERALL", "RunTime(ms)")? / 1e3,
+        p50_ms: percentile(kind, 50)?,
+        p99_ms: percentile(kind, 99)?,
+        update_p50_ms: percentile("UPDATE", 50).unwrap_or_default(),
+        update_p99_ms: percentile("UPDATE", 99).unwrap_or_default(),
+        ..YcsbResult::default()
+    })
 }
 
 fn seconds_of(line: &str) -> Option<f64> {
@@ -176,6 +244,17 @@ pub fn build_ycsb(to: &Path) -> std::io::Result<PathBuf> {
     Err(std::io::Error::other(String::from_utf8_lossy(&output.stderr).into_owned()))
 }
 
+/// Fetches the Java YCSB from Maven Central into a directory and compiles our binding there.
+pub fn build_ycsb_java(to: &Path) -> std::io::Result<PathBuf> {
+    let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tools/ycsb-java/build");
+    let classes = to.join("ycsb-java");
+    let output = Command::new(build).arg(&classes).output()?;
+    if output.status.success() {
+        return Ok(classes);
+    }
+    Err(std::io::Error::other(String::from_utf8_lossy(&output.stderr).into_owned()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -188,5 +267,21 @@ mod tests {
         assert_eq!(micros_of(line, "99th(us): "), Some(1021.0));
         assert_eq!(micros_of(line, "98th(us): "), None);
         assert_eq!(seconds_of(r#"{"seconds":0.5}"#), Some(0.5));
+        let said = format!("{line}\n{{\"seconds\":0.5}}");
+        assert_eq!(go_told(&said).map(|told| told.p99_ms), Some(1.021));
+        assert!(go_told(&format!("READ_ERROR - Count: 1\n{said}")).is_none());
+    }
+
+    #[test]
+    fn what_the_java_ycsb_says_is_read() {
+        let said = "[OVERALL], RunTime(ms), 404\n[OVERALL], Throughput(ops/sec), 4950.5\n\
+                    [READ], 50thPercentileLatency(us), 187\n[READ], Return=OK, 1025\n\
+                    [READ], 99thPercentileLatency(us), 3159\n\
+                    [UPDATE], 50thPercentileLatency(us), 234\n\
+                    [UPDATE], 99thPercentileLatency(us), 4823\n";
+        let told = java_told(said, "READ").unwrap();
+        assert_eq!((told.seconds, told.p50_ms, told.update_p99_ms), (0.404, 0.187, 4.823));
+        assert!(java_told(said, "INSERT").is_none());
+        assert!(java_told(&format!("{said}[READ], Return=ERROR, 1\n"), "READ").is_none());
     }
 }
