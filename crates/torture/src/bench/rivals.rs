@@ -120,12 +120,13 @@ pub fn rival(bench: &RivalBench) -> Result<RivalResult, LabError> {
         std::thread::sleep(RETRY_EVERY);
     }
     let death = lab.host(0).kill()?;
-    if primary.is_some_and(is_open) {
+    if primary.is_some_and(is_open) || !served_again(&lab, &place) {
         stop.store(true, Ordering::Relaxed);
-        return Ok(RivalResult { unprotected: true, ..RivalResult::default() });
-    }
-    if !served_again(&lab, &place) {
-        return Err(nobody(&processes));
+        // Its last words may have come meanwhile.
+        return match primary.is_some_and(is_open) {
+            true => Ok(RivalResult { unprotected: true, ..RivalResult::default() }),
+            false => Err(nobody(&processes)),
+        };
     }
     (Instant::now() + AFTERWARDS).sleep_until();
     stop.store(true, Ordering::Relaxed);
