@@ -247,18 +247,27 @@ fn touches(ranges: &[(u64, u64)], start: u64, end: u64) -> bool {
     ranges.get(after).is_some_and(|range| range.0 < end)
 }
 
-/// The page frame behind an address (pagemap(5): bits 0 to 54 of a present entry).
+/// The page frame behind an address.
 fn frame_of(pid: HostPid, address: u64) -> Result<u64> {
+    if let Some(frame) = present_frame(pid, address)? {
+        return Ok(frame);
+    }
+    // It is paged out, or being moved: whoever reads it has it put there, and waits for that.
+    let memory = File::open(format!("/proc/{pid}/mem")).map_err(KernelError::io("open memory"))?;
+    memory.read_exact_at(&mut [0], address).map_err(KernelError::io("read memory"))?;
+    let frame = present_frame(pid, address)?;
+    frame.ok_or_else(|| KernelError::Unexpected(format!("no page at {address:#x}")))
+}
+
+/// The page frame that is mapped at an address (pagemap(5): bits 0 to 54 of a present entry).
+fn present_frame(pid: HostPid, address: u64) -> Result<Option<u64>> {
     let file =
         File::open(format!("/proc/{pid}/pagemap")).map_err(KernelError::io("open pagemap"))?;
     let mut entry = [0; 8];
     file.read_exact_at(&mut entry, address / PAGE as u64 * 8)
         .map_err(KernelError::io("read pagemap"))?;
     let entry = u64::from_ne_bytes(entry);
-    if entry >> 63 == 0 {
-        return Err(KernelError::Unexpected(format!("no page at {address:#x}")));
-    }
-    Ok(entry & ((1 << 55) - 1))
+    Ok((entry >> 63 == 1).then_some(entry & ((1 << 55) - 1)))
 }
 
 /// Clears the accessed bits of all pages of a process (proc(5), clear_refs). What processors
@@ -271,6 +280,20 @@ pub fn forget_touches(pid: HostPid) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_page_that_is_not_there_is_brought() {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a new mapping, at no particular place.
+        let at = unsafe { libc::mmap(std::ptr::null_mut(), PAGE, 3, flags, -1, 0) } as u64;
+        let own = HostPid(std::process::id() as i32);
+        assert_eq!(present_frame(own, at).unwrap(), None);
+        let frame = frame_of(own, at).unwrap();
+        assert_eq!(present_frame(own, at).unwrap(), Some(frame));
+        // SAFETY: nobody has the mapping.
+        unsafe { libc::munmap(at as *mut libc::c_void, PAGE) };
+        assert!(frame_of(own, at).is_err());
+    }
 
     /// A child that has touched all of a mapping, and then after a signal only some of it.
     #[test]
