@@ -47,6 +47,12 @@ impl From<(u64, u64)> for Outcome {
     }
 }
 
+impl From<(u64, Vec<String>)> for Outcome {
+    fn from((passed, failures): (u64, Vec<String>)) -> Self {
+        Self { count: Count { passed, failed: failures.len() as u64 }, failures }
+    }
+}
+
 struct Suite {
     name: &'static str,
     outcome: Outcome,
@@ -72,21 +78,15 @@ pub fn ci(arguments: &CiArguments) -> Result<()> {
             suites.push(suite("go", &mut go)?);
         }
         let table = GuestArguments::default();
-        suites.push(own_suite("guests", || Ok(guests::table(&table)?.into()))?);
+        suites.push(own_suite("guests", || guests::table(&table))?);
         let each_once = KillArguments::default();
-        suites.push(own_suite("kills", || Ok(kills::all(&each_once)?.into()))?);
-        suites.push(own_suite("moves", || Ok(kills::all(&KillArguments::moves())?.into()))?);
-        suites
-            .push(own_suite("unnoticed", || Ok(kills::all(&KillArguments::unnoticed())?.into()))?);
-        suites.push(own_suite("torture", || Ok(torture::smoke()?.into()))?);
-        suites.push(own_suite("bench", benches)?);
+        suites.push(own_suite("kills", || kills::all(&each_once))?);
+        suites.push(own_suite("moves", || kills::all(&KillArguments::moves()))?);
+        suites.push(own_suite("unnoticed", || kills::all(&KillArguments::unnoticed()))?);
+        suites.push(own_suite("torture", torture::smoke)?);
+        suites.push(own_suite("bench", || Ok(bench::quick()))?);
     }
     report(&suites)
-}
-
-fn benches() -> Result<Outcome> {
-    let (passed, failures) = bench::quick();
-    Ok(Outcome { count: Count { passed, failed: failures.len() as u64 }, failures })
 }
 
 fn report(suites: &[Suite]) -> Result<()> {
@@ -141,10 +141,13 @@ fn suite(name: &'static str, command: &mut Command) -> Result<Suite> {
 }
 
 /// Runs a suite of our own.
-fn own_suite(name: &'static str, work: impl FnOnce() -> Result<Outcome>) -> Result<Suite> {
+fn own_suite<O: Into<Outcome>>(
+    name: &'static str,
+    work: impl FnOnce() -> Result<O>,
+) -> Result<Suite> {
     println!("== {name}");
     let start = Instant::now();
-    let outcome = work().with_context(|| name.to_owned())?;
+    let outcome: Outcome = work().with_context(|| name.to_owned())?.into();
     let is_good = outcome.count.failed == 0;
     Ok(Suite { name, outcome, seconds: start.elapsed().as_secs_f64(), is_good })
 }

@@ -26,11 +26,6 @@ pub struct TouchSet {
     #[n(3)]
     #[cbor(default)]
     pub steady: Vec<Span>,
-    /// Pages that were touched soon, if not in the first moments, in each of the last windows, the
-    /// soonest first: what the program does again and again. None of them is in `steady`.
-    #[n(4)]
-    #[cbor(default)]
-    pub often: Vec<Span>,
 }
 
 /// Pages that were touched for the first time in one part of the window.

@@ -3,7 +3,6 @@
 //! The main thread clears the notes before a checkpoint and hands the window over; the thread
 //! `touches` looks at page tables until it is over, and gives the outcome to the store.
 
-use std::collections::VecDeque;
 use std::fmt::Display;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
@@ -12,7 +11,7 @@ use hotspare_image::touch::TouchSet;
 use hotspare_kernel::accessed::PageTables;
 use hotspare_process::capture::touch::Touches;
 use hotspare_process::guest::Guest;
-use hotspare_process::lazy::{beginning, often, steady};
+use hotspare_process::lazy::steady;
 use hotspare_process::objects::error::ObjectError;
 
 use crate::report::Reporter;
@@ -30,9 +29,6 @@ pub struct Tracking {
     /// The notes were cleared for the checkpoint under way, in this time.
     cleared: Option<Duration>,
 }
-
-/// Windows before the last one from which it is told what the guest touches again and again.
-const REMEMBERED: usize = 2;
 
 /// A window, and how long the guest's notes took to clear for it.
 type Opened = (Touches, Duration);
@@ -118,7 +114,7 @@ fn watch(
     sink: &TouchSink,
     reporter: &Reporter,
 ) {
-    let mut windows: VecDeque<TouchSet> = VecDeque::new();
+    let mut last = TouchSet::default();
     while let Ok((mut touches, clearing)) = open.recv() {
         let window = sink.window();
         let (began, before) = (Instant::now(), processor_time());
@@ -135,14 +131,8 @@ fn watch(
                 let looking = processor_time().saturating_sub(before);
                 let lasted = began.elapsed();
                 let (mut touched, tables) = touches.end();
-                if let Some(last) = windows.back() {
-                    touched.steady = steady(last, &touched);
-                }
-                touched.often = often(windows.iter(), &touched);
-                windows.push_back(beginning(&touched));
-                if windows.len() > REMEMBERED {
-                    windows.pop_front();
-                }
+                touched.steady = steady(&last, &touched);
+                last.clone_from(&touched);
                 reporter.tracked(touched.pages(), clearing, looking, lasted);
                 sink.put(touched);
                 let _ = give_back.send(tables);

@@ -259,11 +259,15 @@ impl Committed {
 }
 
 fn missing(what: &str, process: &Process) -> LabError {
+    LabError::Deadline { what: format!("{what}; {}", last_words(process)), waited: HANG }
+}
+
+/// What a process said last, for errors.
+pub(crate) fn last_words(process: &Process) -> String {
     let said = process.said();
-    let tail: Vec<&str> = said.lines().rev().take(30).collect();
-    let tail: Vec<&str> = tail.into_iter().rev().collect();
-    let what = format!("{what}; pid {} said:\n{}", process.pid(), tail.join("\n"));
-    LabError::Deadline { what, waited: HANG }
+    let lines: Vec<&str> = said.lines().collect();
+    let last = &lines[lines.len().saturating_sub(30)..];
+    format!("pid {} said:\n{}", process.pid(), last.join("\n"))
 }
 
 /// Waits until a process, or another in its network namespace, listens on a TCP port. Looks at

@@ -29,7 +29,7 @@ pub use loader::{LoadFailure, Loaded, Loader, LoaderProgress};
 pub(crate) use space::LazySpace;
 
 pub use crate::ghost::needed_at_once;
-pub use plan::{Due, Plan, Start, Window, beginning, often, steady};
+pub use plan::{Due, Plan, Start, Window, steady};
 
 /// The places of spans, by whose they are.
 pub(crate) fn by_owner(all: &[Span]) -> BTreeMap<PageOwner, Ranges> {

@@ -50,11 +50,6 @@ pub struct Due {
 
 /// What was touched until then after the checkpoint belongs to the first moments.
 const FIRST_MOMENTS_MS: u32 = 20;
-/// What was touched until then in each window is touched again and again.
-const SOON_MS: u32 = 400;
-/// No more of that is told from what is touched by chance: of a program that goes over all of its
-/// memory in each window there is no end of it.
-const OFTEN_PAGES: u64 = 256;
 /// Of what is touched in the first moments no more is waited for, as it is stored. A server finds
 /// what its first requests need; who goes over all of its memory at once is not helped by waiting.
 const EARLY_BYTES: u64 = 1 << 20;
@@ -72,52 +67,6 @@ pub fn steady(before: &TouchSet, touched: &TouchSet) -> Vec<Span> {
         steady.extend(spans_of(owner, &both));
     }
     steady
-}
-
-/// What was touched soon in each of these windows and in `touched`, the soonest first; without what
-/// is known to be steady. Nothing if there is only one window.
-#[must_use]
-pub fn often<'a>(
-    windows: impl Iterator<Item = &'a TouchSet> + Clone,
-    touched: &TouchSet,
-) -> Vec<Span> {
-    let mut known = by_owner(&touched.steady);
-    let (mut often, mut pages) = (Vec::new(), 0);
-    let others = windows.clone().count();
-    for group in soon(touched).iter().filter(|_| others > 0) {
-        let until = |window: &TouchSet| {
-            let groups = soon(window).iter().filter(|other| other.until_ms <= group.until_ms);
-            by_owner(&groups.flat_map(|group| &group.spans).copied().collect::<Vec<_>>())
-        };
-        let mut found = Vec::new();
-        for (owner, mut ranges) in until(touched) {
-            for other in windows.clone() {
-                ranges = until(other).get(&owner).map(|its| ranges.common(its)).unwrap_or_default();
-            }
-            let before = known.entry(owner).or_default();
-            let new = ranges.without(before);
-            *before = before.with(&new);
-            found.extend(spans_of(owner, &new));
-        }
-        pages += found.iter().map(|span| span.pages).sum::<u64>();
-        if pages > OFTEN_PAGES {
-            break;
-        }
-        often.extend(found);
-    }
-    often
-}
-
-/// What of a window [`steady`] and [`often`] go by.
-#[must_use]
-pub fn beginning(touched: &TouchSet) -> TouchSet {
-    TouchSet { groups: soon(touched).to_vec(), ..TouchSet::default() }
-}
-
-/// The groups until [`SOON_MS`]: at least one, if there is any.
-fn soon(touched: &TouchSet) -> &[TouchGroup] {
-    let count = touched.groups.partition_point(|group| group.until_ms <= SOON_MS);
-    &touched.groups[..count.max(1).min(touched.groups.len())]
 }
 
 /// The groups of the first moments: at least one, if there is any.
@@ -143,14 +92,10 @@ impl Plan {
         let is_known = !touched.steady.is_empty();
         let (first, dear) =
             source.cheapest(if is_known { &touched.steady } else { &seen }, EARLY_BYTES);
-        let small_before =
-            Some(usize::from(!dear.is_empty()) + usize::from(!touched.often.is_empty()));
+        let small_before = Some(usize::from(!dear.is_empty()));
         let seen = if is_known { source.dense(&seen) } else { Vec::new() };
         let later = touched.groups[moments.len()..].iter().map(|group| source.dense(&group.spans));
-        let then = [dear, touched.often.clone(), seen]
-            .into_iter()
-            .chain(later)
-            .filter(|spans| !spans.is_empty());
+        let then = [dear, seen].into_iter().chain(later).filter(|spans| !spans.is_empty());
         let then = then.map(|spans| Due { after: None, spans }).collect();
         Self { first, then, small_before }
     }
@@ -303,37 +248,6 @@ mod tests {
         let plan = Plan::new(&touched, Start::Early, &Dear(5));
         assert_eq!(plan.first, [part(7000, 1), part(100, 2)]);
         assert_eq!(plan.then[0].spans, [part(8000, 7), part(140, 10)]);
-    }
-
-    #[test]
-    fn what_is_touched_soon_in_each_window_comes_right_behind() {
-        let part = |start: u64, pages| group(5, start, pages).spans[0];
-        let window = |by_chance: u64| {
-            let mut window = set(&[(20, 3), (40, 1), (80, 1), (320, 1), (5000, 1)]);
-            let parts = [part(0, 3), part(50, 2), part(60, 2), part(by_chance, 9), part(70, 1)];
-            window.groups.iter_mut().zip(parts).for_each(|(group, part)| group.spans = vec![part]);
-            window
-        };
-        let mut touched = window(1000);
-        touched.groups[1].spans = vec![part(60, 1), part(50, 2)];
-        touched.groups[2].spans = vec![part(61, 1)];
-        touched.steady = vec![part(0, 3)];
-        let others = [window(2000), window(1005)];
-        assert_eq!(often([].iter(), &touched), []);
-        // By 40 ms 50 was touched in all, by 80 ms 60 and 61; of 1005 to 1009 only two know.
-        assert_eq!(often(others.iter(), &touched), [part(50, 2), part(60, 2)]);
-        let both = often(others[1..].iter(), &touched);
-        assert_eq!(both, [part(50, 2), part(60, 2), part(1005, 4)]);
-        assert_eq!(often([beginning(&others[1])].iter(), &touched), both);
-        // Too many are no habit.
-        touched.groups[3].spans = vec![part(1000, 10_000)];
-        let mut wide = window(1);
-        wide.groups[3].spans = vec![part(1000, 10_000)];
-        assert_eq!(often([wide].iter(), &touched), [part(50, 2), part(60, 2)]);
-        touched.often = both;
-        let plan = Plan::new(&touched, Start::Early, &Dear(50));
-        let then: Vec<u64> = plan.then.iter().map(|due| pages(&due.spans)).collect();
-        assert_eq!((pages(&plan.first), then[0], plan.small_before), (3, 8, Some(1)));
     }
 
     #[test]

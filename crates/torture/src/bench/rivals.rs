@@ -19,7 +19,7 @@ use crate::clients::{ClientError, Connection, Outcome, Reply, resp};
 use crate::clock::{Instant, millis};
 use crate::demo::outage;
 use crate::lab::{Host, LAB_DIR, LabError, Process, SERVICE_CIDR, SERVICE_V4};
-use crate::protected::{Engine, HANG, wait_for_service};
+use crate::protected::{Engine, HANG, last_words, wait_for_service};
 use crate::{Lab, programs};
 
 const SENTINEL_PORT: u16 = 26379;
@@ -30,9 +30,6 @@ const CONNECT_AT_MOST: Duration = Duration::from_millis(100);
 const RETRY_EVERY: Duration = Duration::from_millis(5);
 /// After the first good reply, for the others to come back.
 const AFTERWARDS: Duration = Duration::from_millis(700);
-
-/// Of each process that is shown when nobody answers.
-const LAST_LINES: usize = 60;
 
 /// Who keeps the Redis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -245,14 +242,11 @@ fn served_again(lab: &Lab, place: &Place) -> bool {
 
 /// That nobody serves after the death, with what everybody said last.
 fn nobody(processes: &[Process]) -> LabError {
-    let mut what = "a Redis after the death".to_owned();
-    for process in processes {
-        let said = process.said();
-        let lines: Vec<&str> = said.lines().collect();
-        let last = &lines[lines.len().saturating_sub(LAST_LINES)..];
-        what += &format!("\npid {} said:\n{}", process.pid(), last.join("\n"));
+    let said: Vec<String> = processes.iter().map(last_words).collect();
+    LabError::Deadline {
+        what: format!("a Redis after the death; {}", said.join("\n")),
+        waited: HANG,
     }
-    LabError::Deadline { what, waited: HANG }
 }
 
 fn is_master(server: SocketAddr) -> Result<bool, ClientError> {

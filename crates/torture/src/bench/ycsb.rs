@@ -101,12 +101,8 @@ fn work(lab: &Lab, bench: &YcsbBench, command: &str, updates: f64) -> Result<Ycs
         "requestdistribution=zipfian".to_owned(),
     ];
     let mut ycsb = match &bench.core {
-        YcsbCore::Go(program) => go(program, command),
-        YcsbCore::Java(classes) => java(classes, command),
-    };
-    match &bench.core {
-        YcsbCore::Go(_) => ycsb.args(properties),
-        YcsbCore::Java(_) => ycsb.args(properties.iter().flat_map(|word| ["-p", word])),
+        YcsbCore::Go(program) => go(program, command, &properties),
+        YcsbCore::Java(classes) => java(classes, command, &properties),
     };
     let said = lab.client().run(&mut ycsb, RUN_AT_MOST)?;
     let told = match &bench.core {
@@ -120,22 +116,24 @@ fn work(lab: &Lab, bench: &YcsbBench, command: &str, updates: f64) -> Result<Ycs
     })
 }
 
-fn go(program: &Path, command: &str) -> Command {
+fn go(program: &Path, command: &str, properties: &[String]) -> Command {
     let mut ycsb = Command::new(program);
-    ycsb.arg(command).arg(format!("redis.addr={SERVICE_V4}:{PORT}"));
+    ycsb.arg(command).arg(format!("redis.addr={SERVICE_V4}:{PORT}")).args(properties);
     ycsb
 }
 
-fn java(classes: &Path, command: &str) -> Command {
+fn java(classes: &Path, command: &str, properties: &[String]) -> Command {
     let mut ycsb = Command::new("java");
     let classes = classes.display();
     ycsb.args(["-Xmx512m", "-cp", &format!("{classes}:{classes}/*"), "site.ycsb.Client"]);
     ycsb.args([if command == "load" { "-load" } else { "-t" }, "-db", "RedisBinding"]);
-    for property in ["workload=site.ycsb.workloads.CoreWorkload", "hdrhistogram.percentiles=50,99"]
-    {
-        ycsb.args(["-p", property]);
-    }
-    ycsb.args(["-p", &format!("redis.host={SERVICE_V4}"), "-p", &format!("redis.port={PORT}")]);
+    let own = [
+        "workload=site.ycsb.workloads.CoreWorkload".to_owned(),
+        "hdrhistogram.percentiles=50,99".to_owned(),
+        format!("redis.host={SERVICE_V4}"),
+        format!("redis.port={PORT}"),
+    ];
+    ycsb.args(own.iter().chain(properties).flat_map(|property| ["-p", property]));
     ycsb
 }
 

@@ -146,9 +146,9 @@ fn record(hotspare: &Path, keys: u64) -> Result<Recorded> {
     Recorded::make(hotspare, (NAME, &server()), &more, |lab, primary| {
         let mut client = connect(lab, primary)?;
         fill(&mut client, keys).context("fill it")?;
-        // So that it is known what it touches when it serves: three windows, and the one that was
+        // So that it is known what it touches when it serves: two windows, and the one that was
         // open while it was filled.
-        let (windows, began) = (windows(primary) + 4, Instant::now());
+        let (windows, began) = (windows(primary) + 3, Instant::now());
         let (mut dice, mut known, mut looked) = (Dice::new(1), None, Instant::now());
         let is_stored = |since| anyhow::Ok(increments(lab)?.iter().any(|time| *time > since));
         loop {
