@@ -22,7 +22,8 @@ const UFFDIO_ZEROPAGE: libc::c_ulong = 0xc020_aa04;
 const FEATURES: u64 = (raw::UFFD_FEATURE_EVENT_FORK
     | raw::UFFD_FEATURE_EVENT_REMAP
     | raw::UFFD_FEATURE_EVENT_REMOVE
-    | raw::UFFD_FEATURE_EVENT_UNMAP) as u64;
+    | raw::UFFD_FEATURE_EVENT_UNMAP
+    | raw::UFFD_FEATURE_EXACT_ADDRESS) as u64;
 
 /// Flags for the userfaultfd(2) call in the process.
 pub const FLAGS: u64 = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
@@ -33,7 +34,7 @@ const MESSAGES: usize = 32;
 /// What happens to memory with missing pages.
 #[derive(Debug)]
 pub enum Event {
-    /// A thread waits for the page at this address.
+    /// A thread waits for the page of this address, which it reads or writes (kernel 5.18).
     Fault(u64),
     /// The process has forked; the child has its own descriptor, and misses what this one misses.
     Fork(MissingPages),
@@ -220,13 +221,13 @@ mod tests {
         let at = unsafe { libc::mmap(std::ptr::null_mut(), bytes, 3, flags, -1, 0) } as u64;
         missing.register(at, at + bytes as u64).expect("registers");
         // SAFETY: the mapping is never unmapped.
-        let reader = std::thread::spawn(move || unsafe { ((at + 4096) as *const u8).read() });
+        let reader = std::thread::spawn(move || unsafe { ((at + 4096 + 123) as *const u8).read() });
         let mut events = Vec::new();
         while events.is_empty() {
             missing.read(&mut events).expect("reads");
             std::thread::yield_now();
         }
-        assert!(matches!(events[..], [Event::Fault(address)] if address == at + 4096));
+        assert!(matches!(events[..], [Event::Fault(address)] if address == at + 4096 + 123));
         assert_eq!(missing.copy(at + 4096, &[7; 8192]).expect("copies"), Put::Done(8192));
         assert_eq!(reader.join().expect("reads"), 7);
         assert_eq!(missing.copy(at + 8192, &[8; 4096]).expect("says"), Put::There);

@@ -36,7 +36,7 @@ use crate::service;
 use crate::settings::{FileRule, Guarantee, PacketPath, Settings, answers_already};
 use crate::spare::{Decision, Spare, Stale};
 use crate::stored::peer::{self, Elsewhere};
-use crate::stored::restore::{At, Beginning, Restoring, find_touched};
+use crate::stored::restore::{At, Beginning, Chosen, Restoring};
 use crate::stored::{self, StoreArguments};
 use crate::{facts, takeover};
 
@@ -671,7 +671,10 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     let security = security(common)?;
     let nearby = peer::open_all(&arguments.pages, &security)?;
     let store = arguments.store.open(&arguments.from)?.with_nearby(nearby);
-    let found = find_touched(&store, &arguments.guest, arguments.at, arguments.beginning())?;
+    let chosen = Chosen::new(&store, &arguments.guest, arguments.at)?;
+    let service = arguments.service_address.or(chosen.service());
+    let asking = service.and_then(|service| ask_for_owner(service, common));
+    let found = chosen.find(arguments.beginning())?;
     let mut restoring = Restoring::prepare(found, &facts::read()?, arguments.service_address)?;
     restoring.settings.store = arguments.store.settings()?;
     restoring.settings.arbiter = common.arbiter.identity();
@@ -680,7 +683,6 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     }
     let settings = restoring.settings.clone();
     control::require_free_name(&settings.guest)?;
-    let asking = ask_for_owner(&settings, common);
     let (owner, inbox) = mailbox()?;
     let (brain, events) = Brain::new();
     let (role, state) = (HostRole::Primary, &common.state_dir);
@@ -698,23 +700,22 @@ fn restore_guest(arguments: RestoreArguments) -> anyhow::Result<u8> {
     ));
     let mut spare = Spare::new(agent.clone(), inbox, common.hook());
     let bridge = common.service_bridge.as_deref();
-    spare.ghost = Some(restoring.build(&agent, bridge)?);
     let (age, from) = (restoring.age, arguments.from.to_string());
+    spare.ghost = Some(restoring.build(&agent, bridge)?);
     spare.stored = Some(Stale { age, from, began });
     if let Some(Ok(Some(warning))) = asking.map(JoinHandle::join) {
         agent.reporter.note(&warning);
     }
     control::serve(&agent, doors.control.take())?;
     let primary = takeover::start_cold(spare, Decision { term, at: Instant::now() })?;
-    drop(restoring);
     let spares = &arguments.spare;
     run_primary(&agent, (primary, &settings, term), events, common, (spares, doors))
 }
 
 /// Asks beside everything else whether somebody has the service address. Until the guest runs, who
 /// answers is another.
-fn ask_for_owner(settings: &Settings, common: &Common) -> Option<JoinHandle<Option<String>>> {
-    let (service, bridge) = (settings.service?, common.service_bridge.clone());
+fn ask_for_owner(service: ServiceAddress, common: &Common) -> Option<JoinHandle<Option<String>>> {
+    let bridge = common.service_bridge.clone();
     let ask = move || answers_already(bridge.as_deref(), service);
     std::thread::Builder::new().name("asks".into()).spawn(ask).ok()
 }

@@ -265,7 +265,7 @@ impl Reporter {
                 "event": "loaded", "bytes_before": loaded.before,
                 "bytes_behind": loaded.bytes - loaded.before, "seconds": loaded.took.as_secs_f64(),
                 "before_seconds": loaded.until_start.as_secs_f64(),
-                "unforeseen": loaded.missed.len(), "waits": waits,
+                "unforeseen": loaded.missed.len(), "pointed": loaded.pointed, "waits": waits,
                 "waited_seconds": loaded.waited.as_secs_f64(),
             });
             self.line(&told.to_string());

@@ -89,10 +89,10 @@ impl<V: Run> Extents<V> {
         self.0.iter().map(|(&start, &(length, value))| (start, length, value))
     }
 
-    /// The runs of `pages` pages from `first` on, cut to these, with the holes between them.
-    pub fn cover(&self, first: u64, pages: u64) -> Vec<(u64, u64, Option<V>)> {
+    /// The runs of `pages` pages from `first` on, cut to these, with the holes between them: first
+    /// page, pages, value of the first.
+    pub fn cover(&self, first: u64, pages: u64, mut each: impl FnMut(u64, u64, Option<V>)) {
         let end = first.saturating_add(pages);
-        let mut found = Vec::new();
         let mut at = first;
         let before = self.0.range(..first).next_back();
         for (&start, &(length, value)) in before.into_iter().chain(self.0.range(first..end)) {
@@ -101,15 +101,14 @@ impl<V: Run> Extents<V> {
                 continue;
             }
             if at < from {
-                found.push((at, from - at, None));
+                each(at, from - at, None);
             }
-            found.push((from, to - from, Some(value.after(from - start))));
+            each(from, to - from, Some(value.after(from - start)));
             at = to;
         }
         if at < end {
-            found.push((at, end - at, None));
+            each(at, end - at, None);
         }
-        found
     }
 
     /// Whether there is nothing.
@@ -163,7 +162,8 @@ mod tests {
                     |(start, length, value)| (0..length).map(move |n| (start + n, value + n));
                 let all: BTreeMap<_, _> = runs.iter().flat_map(each).collect();
                 prop_assert_eq!(&all, &plain);
-                let covered = runs.cover(10, 30);
+                let mut covered = Vec::new();
+                runs.cover(10, 30, |first, pages, value| covered.push((first, pages, value)));
                 prop_assert_eq!(covered.iter().map(|(_, pages, _)| pages).sum::<u64>(), 30);
                 for (start, pages, value) in covered {
                     for page in 0..pages {

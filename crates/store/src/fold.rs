@@ -1,7 +1,7 @@
 //! Many indexes become one: those of a chain, each of which says what is new and what is gone.
 //!
-//! They are merged in pairs, as merge sort does: a page that changes in each of 28 links is looked
-//! at five times, and no tree is changed for it.
+//! They are merged in pairs on all processors, as merge sort does: a page that changes in each of
+//! 28 links is looked at five times, and no tree is changed for it.
 
 use std::collections::BTreeMap;
 
@@ -90,18 +90,17 @@ impl Layer {
 }
 
 /// What a chain has, given its links from the whole one on.
-pub(crate) fn fold(mut layers: Vec<Layer>) -> Pages<Place> {
-    while layers.len() > 1 {
-        let mut rest = layers.into_iter();
-        layers = Vec::new();
-        while let Some(layer) = rest.next() {
-            layers.push(match rest.next() {
-                Some(later) => layer.below(later),
-                None => layer,
-            });
-        }
+pub(crate) fn fold(layers: Vec<Layer>) -> Pages<Place> {
+    folded(layers).into_pages()
+}
+
+fn folded(mut layers: Vec<Layer>) -> Layer {
+    if layers.len() <= 1 {
+        return layers.pop().unwrap_or_default();
     }
-    layers.pop().unwrap_or_default().into_pages()
+    let later = layers.split_off(layers.len() / 2);
+    let (layer, later) = rayon::join(|| folded(layers), || folded(later));
+    layer.below(later)
 }
 
 fn pieces_of(

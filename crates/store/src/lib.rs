@@ -6,6 +6,7 @@
 
 mod ahead;
 mod bucket;
+mod by_place;
 mod chain;
 mod error;
 pub mod extents;
@@ -28,7 +29,7 @@ pub use gather::{Batch, Gatherer};
 pub use manifest::{About, Host, Manifest, PageRun};
 pub use names::{Base, Name};
 pub use nearby::{PackMemory, PackSource};
-pub use reader::{Catalogue, Loaded, Reign, Store};
+pub use reader::{Catalogue, Known, Loaded, Reign, Store};
 pub use retention::Keep;
 pub use seal::Key;
 pub use writer::{AtPoint, Point, Stored, Writer};

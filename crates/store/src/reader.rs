@@ -8,9 +8,11 @@ use hotspare_image::memory::PAGE_BYTES;
 use hotspare_image::source::{self, BlockContent, PageSource, SourceError, Span};
 use hotspare_image::touch::TouchSet;
 use hotspare_image::{Checkpoint, SharedBytes};
+use rayon::prelude::*;
 
 use crate::ahead::Ahead;
 use crate::bucket::{Address, Bucket};
+use crate::by_place::ByPlace;
 use crate::chain::{BlockId, Chain, Link, WINDOW_BYTES, windows};
 use crate::error::{StoreError, StoreResult};
 use crate::extents::Run;
@@ -23,9 +25,6 @@ use crate::seal::Key;
 use crate::writer::{folder, open_reign, reign_name};
 
 pub use crate::writer::ReignRecord as Reign;
-
-/// Longest span that [`PageSource::all`] gives.
-const SPAN_PAGES: u64 = 256;
 
 /// A block of which fewer pages are wanted has its turn with the others.
 const DENSE_PAGES: u64 = BLOCK_PAGES / 4;
@@ -200,35 +199,12 @@ impl Store {
 
     /// Gets ready to read a checkpoint.
     pub fn load(&self, guest: &str, catalogue: &Catalogue, name: Name) -> StoreResult<Loaded> {
-        self.load_ahead(guest, catalogue, name, |_| Vec::new())
+        self.look_up(guest, catalogue, name)?.load_ahead(|_| Vec::new())
     }
 
-    /// The same; and fetches, beside its state, what `soon` says will be read before long. It is
-    /// asked as soon as it is known which pages there are.
-    pub fn load_ahead(
-        &self,
-        guest: &str,
-        catalogue: &Catalogue,
-        name: Name,
-        soon: impl FnOnce(&Loaded) -> Vec<Span>,
-    ) -> StoreResult<Loaded> {
-        let chain = Arc::new(self.chain(guest, catalogue, name)?);
-        std::thread::scope(|scope| {
-            let asked = std::thread::Builder::new().spawn_scoped(scope, || chain.state());
-            let asked = asked.map_err(StoreError::local("start a thread"))?;
-            let links = (0..).zip(&chain.links);
-            let pages = fold(links.map(|(at, link)| Layer::of(&link.manifest, at)).collect());
-            let (by_block, ahead) = (OnceLock::new(), Ahead::default());
-            let mut loaded =
-                Loaded { chain: chain.clone(), pages, by_block, ahead, state: Vec::new() };
-            let soon = loaded.blocks_of(&soon(&loaded));
-            loaded.ahead = Ahead::begin(&chain, &soon);
-            let state = asked.join().map_err(|_| StoreError::Local("a thread failed".into()))?;
-            loaded.state = state?;
-            let checkpoint = loaded.checkpoint()?;
-            loaded.pages.retain(&owners(&checkpoint), &mut |_, _| {});
-            Ok(loaded)
-        })
+    /// Reads what is known of a checkpoint and of all that it stands on.
+    pub fn look_up(&self, guest: &str, catalogue: &Catalogue, name: Name) -> StoreResult<Known> {
+        Ok(Known(Arc::new(self.chain(guest, catalogue, name)?)))
     }
 
     fn chain(&self, guest: &str, catalogue: &Catalogue, name: Name) -> StoreResult<Chain> {
@@ -238,11 +214,45 @@ impl Store {
         let folder = folder(guest);
         let objects = chain.iter().map(|name| format!("{folder}/checkpoints/{}", name.manifest()));
         let read = self.bucket.get_all(&objects.collect::<Vec<_>>())?;
-        let mut links = Vec::new();
-        for (name, bytes) in chain.into_iter().zip(read) {
-            links.push(Link { name, manifest: self.open_manifest(guest, name, &bytes)? });
-        }
-        Ok(Chain { store: self.clone(), folder, links })
+        let open = |(name, bytes): (Name, Vec<u8>)| {
+            Ok(Link { name, manifest: self.open_manifest(guest, name, &bytes)? })
+        };
+        let links: StoreResult<_> = chain.into_par_iter().zip(read).map(open).collect();
+        Ok(Chain { store: self.clone(), folder, links: links? })
+    }
+}
+
+/// A checkpoint of which it is known where everything is.
+#[derive(Debug)]
+pub struct Known(Arc<Chain>);
+
+impl Known {
+    /// What is known of it.
+    #[must_use]
+    pub fn about(&self) -> &About {
+        &self.0.end().manifest.about
+    }
+
+    /// Gets ready to read it; and fetches, beside its state, what `soon` says will be read before
+    /// long. It is asked as soon as it is known which pages there are.
+    pub fn load_ahead(self, soon: impl FnOnce(&Loaded) -> Vec<Span>) -> StoreResult<Loaded> {
+        let chain = self.0;
+        std::thread::scope(|scope| {
+            let asked = std::thread::Builder::new().spawn_scoped(scope, || chain.state());
+            let asked = asked.map_err(StoreError::local("start a thread"))?;
+            let links = chain.links.par_iter().enumerate();
+            let layers = links.map(|(at, link)| Layer::of(&link.manifest, at as u32)).collect();
+            let (pages, by_place, ahead) = (fold(layers), OnceLock::new(), Ahead::default());
+            let mut loaded =
+                Loaded { chain: chain.clone(), pages, by_place, ahead, state: Vec::new() };
+            let soon = loaded.blocks_of(&soon(&loaded));
+            loaded.ahead = Ahead::begin(&chain, &soon);
+            let state = asked.join().map_err(|_| StoreError::Local("a thread failed".into()))?;
+            loaded.state = state?;
+            let checkpoint = loaded.checkpoint()?;
+            loaded.pages.retain(&owners(&checkpoint), &mut |_, _| {});
+            Ok(loaded)
+        })
     }
 }
 
@@ -251,12 +261,17 @@ impl Store {
 pub struct Loaded {
     chain: Arc<Chain>,
     pages: Pages<Place>,
-    by_block: OnceLock<BTreeMap<BlockId, Vec<Span>>>,
+    by_place: OnceLock<ByPlace>,
     ahead: Ahead,
     state: Vec<u8>,
 }
 
 impl Loaded {
+    /// Makes what is made when it is asked for first.
+    pub fn get_ready(&self) {
+        self.by_place();
+    }
+
     /// What is known of it.
     #[must_use]
     pub fn about(&self) -> &About {
@@ -376,7 +391,7 @@ impl Loaded {
 
     /// The pages of `wanted`, see [`PageSource::read`].
     pub fn read_spans(&self, wanted: &[Span]) -> StoreResult<Vec<source::Block>> {
-        let parts: Vec<_> = wanted.iter().flat_map(|span| self.parts(span)).collect();
+        let parts = self.parts(wanted);
         let blocks = parts.iter().filter_map(|(_, held)| block_of((*held)?));
         let read = self.read_blocks(&blocks.collect())?;
         let found = parts.into_iter().map(|(span, held)| {
@@ -394,38 +409,36 @@ impl Loaded {
         Ok(found.collect())
     }
 
-    /// A span in parts of which none lies in two blocks, and what each holds.
-    fn parts(&self, span: &Span) -> Vec<(Span, Option<Held<Place>>)> {
-        let owner = span.owner;
-        let mut parts = Vec::new();
-        for (first, pages, held) in self.covered(span) {
-            let mut done = 0;
-            while done < pages {
-                let held = held.map(|held| held.after(done));
-                let some = match held {
-                    Some(Held::At(place)) => BLOCK_PAGES - place.page % BLOCK_PAGES,
-                    Some(Held::Zero) | None => pages,
-                };
-                let some = some.min(pages - done);
-                parts.push((Span { owner, start: (first + done) * PAGE_BYTES, pages: some }, held));
-                done += some;
+    /// Spans in parts of which none lies in two blocks, and what each holds.
+    fn parts(&self, spans: &[Span]) -> Vec<(Span, Option<Held<Place>>)> {
+        let mut parts = Vec::with_capacity(spans.len());
+        for &Span { owner, start, pages } in spans {
+            let mut cut = |first: u64, pages: u64, held: Option<Held<Place>>| {
+                let mut done = 0;
+                while done < pages {
+                    let held = held.map(|held| held.after(done));
+                    let some = match held {
+                        Some(Held::At(place)) => BLOCK_PAGES - place.page % BLOCK_PAGES,
+                        Some(Held::Zero) | None => pages,
+                    };
+                    let some = some.min(pages - done);
+                    let start = (first + done) * PAGE_BYTES;
+                    parts.push((Span { owner, start, pages: some }, held));
+                    done += some;
+                }
+            };
+            match self.pages.0.get(&owner) {
+                Some(owned) => owned.pages.cover(start / PAGE_BYTES, pages, cut),
+                None => cut(start / PAGE_BYTES, pages, None),
             }
         }
         parts
     }
 
-    fn covered(&self, span: &Span) -> Vec<(u64, u64, Option<Held<Place>>)> {
-        let first = span.start / PAGE_BYTES;
-        match self.pages.0.get(&span.owner) {
-            Some(owned) => owned.pages.cover(first, span.pages),
-            None => vec![(first, span.pages, None)],
-        }
-    }
-
     /// The blocks that have pages of `spans`, in this order, each once.
     fn blocks_of(&self, spans: &[Span]) -> Vec<BlockId> {
         let mut seen = BTreeSet::new();
-        let parts = spans.iter().flat_map(|span| self.parts(span));
+        let parts = self.parts(spans).into_iter();
         parts.filter_map(|(_, held)| block_of(held?)).filter(|id| seen.insert(*id)).collect()
     }
 
@@ -464,26 +477,8 @@ impl Loaded {
         Ok(ids.iter().copied().zip(raw).collect())
     }
 
-    /// The pages that each block has, as far as they count.
-    fn by_block(&self) -> &BTreeMap<BlockId, Vec<Span>> {
-        self.by_block.get_or_init(|| {
-            let mut blocks: BTreeMap<BlockId, Vec<Span>> = BTreeMap::new();
-            for (&owner, owned) in &self.pages.0 {
-                for (first, pages, held) in owned.pages.iter() {
-                    let Held::At(place) = held else { continue };
-                    let mut done = 0;
-                    while done < pages {
-                        let place = place.after(done);
-                        let some = (BLOCK_PAGES - place.page % BLOCK_PAGES).min(pages - done);
-                        let start = (first + done) * PAGE_BYTES;
-                        let block = blocks.entry(id_of(place)).or_default();
-                        block.push(Span { owner, start, pages: some });
-                        done += some;
-                    }
-                }
-            }
-            blocks
-        })
+    fn by_place(&self) -> &ByPlace {
+        self.by_place.get_or_init(|| ByPlace::of(&self.pages))
     }
 }
 
@@ -558,11 +553,11 @@ impl PageSource for Loaded {
 
     fn whole(&self, wanted: &[Span]) -> Vec<Span> {
         let (mut spans, mut seen) = (Vec::new(), BTreeSet::new());
-        for (span, held) in wanted.iter().flat_map(|span| self.parts(span)) {
+        for (span, held) in self.parts(wanted) {
             match held.and_then(block_of) {
                 None => spans.push(span),
                 Some(id) if seen.insert(id) => {
-                    spans.extend(self.by_block().get(&id).into_iter().flatten());
+                    spans.extend(self.by_place().of_block(id));
                 }
                 Some(_) => {}
             }
@@ -571,7 +566,7 @@ impl PageSource for Loaded {
     }
 
     fn cheapest(&self, wanted: &[Span], mut room: u64) -> (Vec<Span>, Vec<Span>) {
-        let parts: Vec<_> = wanted.iter().flat_map(|span| self.parts(span)).collect();
+        let parts = self.parts(wanted);
         let stored = |id: &BlockId| u64::from(self.chain.block(*id).1.stored);
         let mut blocks: Vec<(BlockId, u64)> = Self::wanted_of(&parts).into_iter().collect();
         blocks.sort_by_key(|(id, pages)| (stored(id) / pages, *id));
@@ -590,7 +585,7 @@ impl PageSource for Loaded {
     }
 
     fn dense(&self, wanted: &[Span]) -> Vec<Span> {
-        let parts: Vec<_> = wanted.iter().flat_map(|span| self.parts(span)).collect();
+        let parts = self.parts(wanted);
         let blocks = Self::wanted_of(&parts);
         let is_dense = |held: Option<Held<Place>>| {
             held.and_then(block_of).is_none_or(|id| blocks[&id] >= DENSE_PAGES)
@@ -599,25 +594,6 @@ impl PageSource for Loaded {
     }
 
     fn all(&self) -> Vec<Span> {
-        let mut spans: Vec<(Option<Place>, Span)> = Vec::new();
-        for (&owner, owned) in &self.pages.0 {
-            for (first, pages, held) in owned.pages.iter() {
-                let mut done = 0;
-                while done < pages {
-                    let place = match held {
-                        Held::Zero => None,
-                        Held::At(place) => Some(place.after(done)),
-                    };
-                    // Cut where blocks begin, so that none is read twice.
-                    let inside = place.map_or(0, |place| place.page % BLOCK_PAGES);
-                    let some = (SPAN_PAGES - inside).min(pages - done);
-                    let start = (first + done) * PAGE_BYTES;
-                    spans.push((place, Span { owner, start, pages: some }));
-                    done += some;
-                }
-            }
-        }
-        spans.sort_by_key(|(place, span)| (*place, span.owner, span.start));
-        spans.into_iter().map(|(_, span)| span).collect()
+        self.by_place().in_order()
     }
 }

@@ -240,7 +240,7 @@ impl Place {
         let store = self.store();
         let catalogue = store.catalogue(GUEST).expect("lists");
         let newest = catalogue.newest(None);
-        let load = |name| store.load_ahead(GUEST, &catalogue, name, Loaded::all);
+        let load = |name| store.look_up(GUEST, &catalogue, name)?.load_ahead(Loaded::all);
         let loaded = newest.map(|name| load(name).expect("loads"));
         (catalogue, loaded)
     }
@@ -506,7 +506,8 @@ fn a_bit_that_has_changed_and_an_object_that_is_cut_are_found() {
             let named = path.file_name().expect("a name").to_string_lossy().into_owned();
             assert!(error.to_string().contains(&named), "round {round}: {error} of {named}");
             // What a restore does not need may be hurt; what it is given is right.
-            if let Ok(loaded) = store.load_ahead(GUEST, &catalogue, name, Loaded::all)
+            if let Ok(known) = store.look_up(GUEST, &catalogue, name)
+                && let Ok(loaded) = known.load_ahead(Loaded::all)
                 && loaded.read(&loaded.all()).is_ok()
             {
                 assert_is(&loaded, &guest.memory, "hurt elsewhere");

@@ -18,7 +18,7 @@ use hotspare_image::touch::TouchSet;
 use hotspare_net::takeover::ServiceAddress;
 use hotspare_process::lazy::{Loader, LoaderProgress, Plan, Start};
 use hotspare_replica::HostFacts;
-use hotspare_store::{Catalogue, Loaded, Name, Store};
+use hotspare_store::{Catalogue, Known, Loaded, Name, Store};
 
 use crate::agent::Agent;
 use crate::alike::Comparison;
@@ -94,28 +94,52 @@ pub fn find(store: &Store, guest: &str, at: At) -> anyhow::Result<Loaded> {
     Ok(store.load(guest, &catalogue, name)?)
 }
 
-/// The same, and fetches what comes before the guest runs while its state is still on its way.
-pub fn find_touched(
-    store: &Store,
-    guest: &str,
-    at: At,
-    beginning: Beginning,
-) -> anyhow::Result<Found> {
-    let (catalogue, name) = look_for(store, guest, at)?;
-    let asked = ask_for_touched(store, guest, name);
-    let (mut touched, mut plan) = (TouchSet::default(), Plan::default());
-    let soon = |loaded: &Loaded| {
-        touched = asked.and_then(|asked| asked.join().ok()).unwrap_or_default();
-        if let Beginning::With(start) = beginning {
-            plan = Plan::new(&touched, start, loaded);
-        }
-        touched.needed.iter().chain(&plan.first).copied().collect()
-    };
-    let loaded = store.load_ahead(guest, &catalogue, name, soon)?;
-    if beginning == Beginning::Loaded {
-        plan.first = loaded.all();
+/// A checkpoint that was chosen, and what is known of it.
+pub struct Chosen {
+    known: Known,
+    asked: Option<JoinHandle<TouchSet>>,
+}
+
+impl Chosen {
+    /// Looks it up.
+    pub fn new(store: &Store, guest: &str, at: At) -> anyhow::Result<Self> {
+        let (catalogue, name) = look_for(store, guest, at)?;
+        let asked = ask_for_touched(store, guest, name);
+        Ok(Self { known: store.look_up(guest, &catalogue, name)?, asked })
     }
-    Ok(Found { loaded, touched, plan })
+
+    /// Where the guest lives; None also if that cannot be read.
+    pub fn service(&self) -> Option<ServiceAddress> {
+        Settings::from_pairs(&self.known.about().settings).ok()?.service
+    }
+
+    /// Gets ready to read it, and fetches what comes before the guest runs while its state is still
+    /// on its way.
+    pub fn find(self, beginning: Beginning) -> anyhow::Result<Found> {
+        let Self { known, asked } = self;
+        let mut touched = TouchSet::default();
+        let soon = |loaded: &Loaded| {
+            touched = asked.and_then(|asked| asked.join().ok()).unwrap_or_default();
+            let first = match beginning {
+                Beginning::With(start) => Plan::first_of(&touched, start, loaded),
+                Beginning::Loaded => Vec::new(),
+            };
+            touched.needed.iter().copied().chain(first).collect()
+        };
+        let loaded = Arc::new(known.load_ahead(soon)?);
+        let planned = loaded.clone();
+        let plan = move || {
+            let plan = match beginning {
+                Beginning::With(start) => Plan::new(&touched, start, &*planned),
+                Beginning::Loaded => Plan { first: planned.all(), ..Plan::default() },
+            };
+            planned.get_ready();
+            (touched, plan)
+        };
+        // Beside what is needed before it is.
+        let plan = std::thread::Builder::new().name("plan".into()).spawn(plan)?;
+        Ok(Found { loaded, plan })
+    }
 }
 
 /// Reads a touch set beside everything else. Without it pages come as they are asked for.
@@ -136,15 +160,13 @@ pub enum Beginning {
 
 /// A checkpoint that was found.
 pub struct Found {
-    loaded: Loaded,
-    touched: TouchSet,
-    plan: Plan,
+    loaded: Arc<Loaded>,
+    plan: JoinHandle<(TouchSet, Plan)>,
 }
 
 /// A checkpoint on its way into a guest.
 pub struct Restoring {
-    touched: TouchSet,
-    plan: Plan,
+    plan: JoinHandle<(TouchSet, Plan)>,
     loaded: Arc<Loaded>,
     checkpoint: Checkpoint,
     /// Of the guest that is made of it.
@@ -156,7 +178,7 @@ pub struct Restoring {
 impl Restoring {
     /// Reads what is needed to judge; fails if this host does not qualify, and says all of why.
     pub fn prepare(
-        Found { loaded, touched, plan }: Found,
+        Found { loaded, plan }: Found,
         ours: &HostFacts,
         service: Option<ServiceAddress>,
     ) -> anyhow::Result<Self> {
@@ -181,7 +203,7 @@ impl Restoring {
             settings.service = Some(new);
         }
         let age = Duration::from_millis(now_ms().saturating_sub(about.time_ms));
-        Ok(Self { loaded: Arc::new(loaded), touched, plan, checkpoint, settings, age })
+        Ok(Self { loaded, plan, checkpoint, settings, age })
     }
 
     /// Which one it is.
@@ -190,7 +212,7 @@ impl Restoring {
     }
 
     /// Builds the ghost. On success it can start; what of its memory is not there comes behind it.
-    pub fn build(&self, agent: &Agent, bridge: Option<&str>) -> anyhow::Result<Held> {
+    pub fn build(self, agent: &Agent, bridge: Option<&str>) -> anyhow::Result<Held> {
         for rule in self.settings.files.iter().filter(|rule| rule.replicated) {
             let is_empty = std::fs::read_dir(&rule.path).is_ok_and(|mut all| all.next().is_none());
             if std::path::Path::new(&rule.path).exists() && !is_empty {
@@ -203,55 +225,62 @@ impl Restoring {
         }
         let mut held = Held::new(&self.checkpoint, self.settings.clone(), bridge)?;
         let progress = &agent.meters.progress;
-        let mut changes = std::io::BufReader::new(self.loaded.changes());
-        held.take_files(&mut changes, self.loaded.changes_bytes(), progress)
+        let source = self.loaded;
+        let mut changes = std::io::BufReader::new(source.changes());
+        held.take_files(&mut changes, source.changes_bytes(), progress)
             .context("bring back the replicated directories")?;
         let mut loading = None;
+        let (touched, plan) = self.plan.join().ok().context("a thread failed: plan")?;
         let run = |loader: Loader| {
-            loading = Some(self.load(agent, loader)?);
+            loading = Some(load(agent, loader, source.clone(), touched, self.settings.guest)?);
             Ok(())
         };
-        held.ghost.apply_late(self.checkpoint.clone(), &*self.loaded, &self.plan, run)?;
+        held.ghost.apply_late(self.checkpoint, &*source, &plan, run)?;
         held.late = loading;
         Ok(held)
-    }
-
-    /// Brings memory in on a thread of its own, from now on.
-    fn load(&self, agent: &Agent, loader: Loader) -> std::io::Result<Arc<LoaderProgress>> {
-        let mut touched = self.touched.clone();
-        let (progress, source) = (loader.progress(), self.loaded.clone());
-        let (reporter, guest) = (agent.reporter.clone(), self.settings.guest.clone());
-        let started = progress.clone();
-        // If it has not been started, whoever waits for that tells why.
-        let (name, alarming) = (guest.clone(), reporter.clone());
-        let lost = move |why: &str| {
-            if started.has_started() {
-                alarming.alarm(&format!("GUEST {name} IS LOST: {why}"));
-            }
-        };
-        let run = move || match loader.run(&*source, &lost) {
-            Ok(loaded) => {
-                reporter.loaded(&guest, &loaded);
-                touched.learn(&loaded.missed);
-                if !loaded.missed.is_empty()
-                    && let Err(error) = source.put_touches(&touched)
-                {
-                    tracing::debug!(%error, "what this restore has learned is not kept");
-                }
-            }
-            Err(failure) => {
-                // Until this program ends with it, nobody may find what was waited for.
-                std::mem::forget(failure);
-            }
-        };
-        std::thread::Builder::new().name("loader".into()).spawn(run)?;
-        Ok(progress)
     }
 
     /// Bytes of its memory.
     pub fn bytes(&self) -> u64 {
         self.loaded.pages().with_bytes() * PAGE_BYTES
     }
+}
+
+/// Brings memory in on a thread of its own, from now on.
+fn load(
+    agent: &Agent,
+    loader: Loader,
+    source: Arc<Loaded>,
+    mut touched: TouchSet,
+    guest: String,
+) -> std::io::Result<Arc<LoaderProgress>> {
+    let progress = loader.progress();
+    let reporter = agent.reporter.clone();
+    let started = progress.clone();
+    // If it has not been started, whoever waits for that tells why.
+    let (name, alarming) = (guest.clone(), reporter.clone());
+    let lost = move |why: &str| {
+        if started.has_started() {
+            alarming.alarm(&format!("GUEST {name} IS LOST: {why}"));
+        }
+    };
+    let run = move || match loader.run(&*source, &lost) {
+        Ok(loaded) => {
+            reporter.loaded(&guest, &loaded);
+            touched.learn(&loaded.missed);
+            if !loaded.missed.is_empty()
+                && let Err(error) = source.put_touches(&touched)
+            {
+                tracing::debug!(%error, "what this restore has learned is not kept");
+            }
+        }
+        Err(failure) => {
+            // Until this program ends with it, nobody may find what was waited for.
+            std::mem::forget(failure);
+        }
+    };
+    std::thread::Builder::new().name("loader".into()).spawn(run)?;
+    Ok(progress)
 }
 
 /// The guest has another address: what was bound to the old one is bound to it. Its connections

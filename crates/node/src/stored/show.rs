@@ -230,7 +230,10 @@ fn regions(loaded: &Loaded, checkpoint: &Checkpoint) -> Vec<Value> {
         for mapping in &space.mappings {
             let (first, pages) =
                 (mapping.range.start.0 / PAGE_BYTES, mapping.range.bytes() / PAGE_BYTES);
-            let covered = owned.pages.cover(first, pages);
+            let mut covered = Vec::new();
+            owned
+                .pages
+                .cover(first, pages, |first, pages, held| covered.push((first, pages, held)));
             let has = covered.iter().filter(|(_, _, held)| held.is_some());
             let stored: u64 = has.map(|(_, pages, _)| pages * PAGE_BYTES).sum();
             found.push((stored, mapping.range.start.0, name_of(space, &mapping.backing), space));

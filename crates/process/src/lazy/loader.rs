@@ -20,7 +20,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::head::Head;
 use super::plan::Plan;
-use super::space::{Asked, LazySpace};
+use super::space::{Asked, LazySpace, page_of};
 use crate::capture::ranges::{Ranges, merge_sorted};
 
 /// Asked for at once.
@@ -33,11 +33,15 @@ const REQUESTS_MAX: usize = 12;
 /// When the guest has just started.
 const LIMIT_FIRST: usize = 6;
 /// Helpers for what somebody waits for.
-const URGENT_HELPERS: usize = 4;
+const URGENT_HELPERS: usize = 8;
 /// Fetched with a page that somebody waits for, first; more of it if that goes on in a row.
 const AROUND_BYTES: u64 = 128 << 10;
 /// Around what somebody waited for, so often [`REQUEST_BYTES`] on either side come next.
 const NEAR_RINGS: u64 = 2;
+/// So long after its start somebody waits for the guest, and little comes behind while it waits.
+const YOUNG: Duration = Duration::from_secs(2);
+/// Who has waited for a page waits for the next one within this, if at all.
+const NEXT_WAIT: Duration = Duration::from_millis(20);
 
 /// Why a guest whose memory was not all there could not go on. It has been killed; until its last
 /// process has ended this must be kept, for whoever waits for a page would run on without it.
@@ -65,6 +69,8 @@ pub struct Loaded {
     pub until_start: Duration,
     /// How often somebody waited for a page that was under way.
     pub late: u64,
+    /// Pages that were asked for because one that was waited for points to them.
+    pub pointed: u64,
     /// Pages of which the checkpoint has nothing.
     pub empty: u64,
     /// How long pages were waited for, each counted once however many waited for it.
@@ -171,6 +177,10 @@ struct Work<'a> {
     ahead: usize,
     pace: Pace,
     around: Around,
+    /// Requests for what somebody waits for, or will.
+    hurried: usize,
+    /// When one was answered last.
+    answered: Option<Instant>,
     loaded: Loaded,
     progress: &'a LoaderProgress,
 }
@@ -287,6 +297,8 @@ impl Loader {
                 ahead: 0,
                 pace: Pace { limit: LIMIT_FIRST, fastest: Duration::MAX },
                 around: Around::default(),
+                hurried: 0,
+                answered: None,
                 loaded: Loaded::default(),
                 progress: &progress,
             };
@@ -451,8 +463,9 @@ impl Work<'_> {
             if space.ended {
                 return Ok(());
             }
-            let Some(piece) = space.pending.within(at, at + PAGE_BYTES).first().copied() else {
-                if space.put_nothing(at)? {
+            let page = page_of(at);
+            let Some(piece) = space.pending.within(page, page + PAGE_BYTES).first().copied() else {
+                if space.put_nothing(page)? {
                     self.loaded.empty += 1;
                 } else {
                     faults.push_back(at);
@@ -493,8 +506,7 @@ impl Work<'_> {
         let bytes = self.around.next(source);
         let wanted = Span { owner, start: source, pages: bytes / PAGE_BYTES };
         let spans = self.claim(wanted, bytes).0;
-        let request = Request { spans, kind: Kind::Urgent, sent: Instant::now() };
-        let _ = self.urgent.send(request);
+        self.ask_urgently(spans);
         // It will probably go on from there, or near it.
         for ring in (0..NEAR_RINGS).rev() {
             let behind = source + bytes + ring * REQUEST_BYTES;
@@ -505,10 +517,32 @@ impl Work<'_> {
         }
     }
 
+    fn ask_urgently(&mut self, spans: Vec<Span>) {
+        let request = Request { spans, kind: Kind::Urgent, sent: Instant::now() };
+        let _ = self.urgent.send(request);
+        self.hurried += 1;
+    }
+
+    /// Somebody will probably want the page of this address next, and then what is around it.
+    fn foresee(&mut self, index: usize, at: u64, bytes: u64) {
+        let (space, page) = (&self.spaces[index], page_of(at));
+        let Some(end) = page.checked_add(PAGE_BYTES) else { return };
+        let Some(piece) = space.pending.within(page, end).first().copied() else { return };
+        let (owner, start) = (PageOwner::Mm(space.id), piece.source);
+        if self.lacking(Span { owner, start, pages: 1 }).is_empty() {
+            return;
+        }
+        let after = self.began.elapsed();
+        tracing::debug!(at = format_args!("{at:#x}"), ?after, "pointed at");
+        self.loaded.pointed += 1;
+        let spans = self.claim(Span { owner, start, pages: bytes / PAGE_BYTES }, bytes).0;
+        self.ask_urgently(spans);
+    }
+
     /// Keeps the helpers busy with what nobody waits for yet.
     fn ask_for_more(&mut self) {
         // As long as nobody runs who could be slowed down, the line is filled.
-        let limit = if self.head.is_some() { REQUESTS_MAX } else { self.pace.limit };
+        let limit = if self.head.is_some() { REQUESTS_MAX } else { self.limit() };
         while self.under_way < limit {
             let mut kind = Kind::First;
             let mut spans = self.next_spans(kind);
@@ -532,6 +566,14 @@ impl Work<'_> {
             self.under_way += 1;
             self.ahead += usize::from(kind == Kind::Behind);
         }
+    }
+
+    /// How many requests for what comes behind may be under way.
+    fn limit(&self) -> usize {
+        let is_young = self.began.elapsed() < self.loaded.until_start + YOUNG;
+        let is_waited = self.hurried > 0
+            || self.answered.is_some_and(|answered| answered.elapsed() < NEXT_WAIT);
+        if is_young && is_waited { self.pace.limit.min(AHEAD_MAX) } else { self.pace.limit }
     }
 
     /// Whether the guest could not start with what is there, whatever the line is like.
@@ -600,7 +642,10 @@ impl Work<'_> {
     fn take(&mut self, reply: Reply) -> Result<(), String> {
         let Reply { request, blocks } = reply;
         let bytes: u64 = request.spans.iter().map(|span| span.pages * PAGE_BYTES).sum();
-        if request.kind != Kind::Urgent {
+        if request.kind == Kind::Urgent {
+            self.hurried -= 1;
+            self.answered = Some(Instant::now());
+        } else {
             self.under_way -= 1;
             self.ahead -= usize::from(request.kind == Kind::Behind);
         }
@@ -638,7 +683,7 @@ impl Work<'_> {
     }
 
     fn deliver_to(&mut self, index: usize, block: &Block) -> Result<(), KernelError> {
-        let mut faults = VecDeque::new();
+        let (mut faults, mut pointers) = (VecDeque::new(), Vec::new());
         loop {
             let space = &mut self.spaces[index];
             let (start, end) = (block.span.start, block.span.end());
@@ -650,7 +695,9 @@ impl Work<'_> {
             let is_in = match &block.content {
                 BlockContent::Bytes(bytes) => {
                     let from = (piece.source - start) as usize;
-                    space.put(piece, &bytes[from..from + piece.bytes as usize])?
+                    let bytes = &bytes[from..from + piece.bytes as usize];
+                    pointers.extend(space.pointers(piece, bytes));
+                    space.put(piece, bytes)?
                 }
                 BlockContent::Zero | BlockContent::Absent => {
                     space.put_zeroes(piece)?;
@@ -662,8 +709,11 @@ impl Work<'_> {
                 self.settle(index, &mut faults)?;
             }
         }
+        for (at, is_first) in pointers {
+            self.foresee(index, at, if is_first { AROUND_BYTES } else { PAGE_BYTES });
+        }
         // Those who were heard on the way ask again.
         let missing = &self.spaces[index].missing;
-        faults.into_iter().try_for_each(|at| missing.wake(at, PAGE_BYTES))
+        faults.into_iter().try_for_each(|at| missing.wake(page_of(at), PAGE_BYTES))
     }
 }

@@ -75,6 +75,11 @@ fn first_moments(touched: &TouchSet) -> &[TouchGroup] {
     &touched.groups[..count.max(1).min(touched.groups.len())]
 }
 
+/// What was touched in them.
+fn seen_at_once(touched: &TouchSet) -> Vec<Span> {
+    first_moments(touched).iter().flat_map(|group| &group.spans).copied().collect()
+}
+
 impl Plan {
     /// The plan for a touch set, of pages that come from `source`.
     #[must_use]
@@ -86,14 +91,30 @@ impl Plan {
         }
     }
 
+    /// What comes first in such a plan, which is known sooner than all of it.
+    #[must_use]
+    pub fn first_of(touched: &TouchSet, start: Start, source: &dyn PageSource) -> Vec<Span> {
+        match start {
+            Start::Early => Self::earliest(touched, source).0,
+            Start::Smooth | Start::Touched => Self::new(touched, start, source).first,
+        }
+    }
+
+    /// What an early start waits for, and what else is wanted at once.
+    fn earliest(touched: &TouchSet, source: &dyn PageSource) -> (Vec<Span>, Vec<Span>) {
+        if touched.steady.is_empty() {
+            source.cheapest(&seen_at_once(touched), EARLY_BYTES)
+        } else {
+            source.cheapest(&touched.steady, EARLY_BYTES)
+        }
+    }
+
     fn early(touched: &TouchSet, source: &dyn PageSource) -> Self {
-        let moments = first_moments(touched);
-        let seen: Vec<Span> = moments.iter().flat_map(|group| &group.spans).copied().collect();
-        let is_known = !touched.steady.is_empty();
-        let (first, dear) =
-            source.cheapest(if is_known { &touched.steady } else { &seen }, EARLY_BYTES);
+        let (first, dear) = Self::earliest(touched, source);
         let small_before = Some(usize::from(!dear.is_empty()));
-        let seen = if is_known { source.dense(&seen) } else { Vec::new() };
+        let is_known = !touched.steady.is_empty();
+        let seen = if is_known { source.dense(&seen_at_once(touched)) } else { Vec::new() };
+        let moments = first_moments(touched);
         let later = touched.groups[moments.len()..].iter().map(|group| source.dense(&group.spans));
         let then = [dear, seen].into_iter().chain(later).filter(|spans| !spans.is_empty());
         let then = then.map(|spans| Due { after: None, spans }).collect();
@@ -241,6 +262,7 @@ mod tests {
         touched.steady = steady;
         let plan = Plan::new(&touched, Start::Early, &Dear(5));
         assert_eq!(plan.first, [part(100, 2)]);
+        assert_eq!(Plan::first_of(&touched, Start::Early, &Dear(5)), plan.first);
         let then: Vec<u64> = plan.then.iter().map(|due| pages(&due.spans)).collect();
         assert_eq!(then, [10, 12 + 90 + 20, 4]);
         // A page alone, which is worth it: somebody has waited for it.

@@ -20,8 +20,8 @@ pub(crate) struct LazySpace {
     registered: Ranges,
     /// Where something was moved to before we were told that what stood there is unmapped.
     owed: Ranges,
-    /// Addresses that somebody waits for, and that are on their way. Who is interrupted asks for
-    /// the same again.
+    /// Addresses that somebody waits for, one in a page, and that are on their way. Who is
+    /// interrupted asks for the same again.
     waiting: Vec<(u64, Instant)>,
     /// How long pages were waited for, each by whoever came first.
     pub(crate) waited: Duration,
@@ -31,7 +31,7 @@ pub(crate) struct LazySpace {
 /// What events ask of the loader.
 #[derive(Debug, Default)]
 pub(crate) struct Asked {
-    /// Pages somebody waits for.
+    /// Addresses somebody waits for.
     pub(crate) faults: Vec<u64>,
     /// Children.
     pub(crate) born: Vec<LazySpace>,
@@ -59,12 +59,12 @@ impl LazySpace {
             // What they wait for may have moved, or come to nothing. They will ask again.
             for (at, since) in std::mem::take(&mut self.waiting) {
                 self.waited += since.elapsed();
-                self.missing.wake(at, PAGE_BYTES)?;
+                self.missing.wake(page_of(at), PAGE_BYTES)?;
             }
         }
         for event in events {
             match event {
-                Event::Fault(address) => asked.faults.push(address & !(PAGE_BYTES - 1)),
+                Event::Fault(address) => asked.faults.push(address),
                 Event::Fork(missing) => asked.born.push(Self {
                     id: self.id,
                     missing,
@@ -162,13 +162,26 @@ impl LazySpace {
         Ok(true)
     }
 
-    /// Somebody waits for a page that is to come. Whether nobody did so far.
-    pub(crate) fn awaits(&mut self, page: u64) -> bool {
-        let is_new = self.waiting.iter().all(|(at, _)| *at != page);
+    /// Somebody waits for an address whose page is to come. Whether nobody waited for that so far.
+    pub(crate) fn awaits(&mut self, at: u64) -> bool {
+        let is_new = self.waiting.iter().all(|(other, _)| page_of(*other) != page_of(at));
         if is_new {
-            self.waiting.push((page, Instant::now()));
+            self.waiting.push((at, Instant::now()));
         }
         is_new
+    }
+
+    /// What pages that come point to from where somebody waits for them on: there it will probably
+    /// go on. Of each, whether it is what is waited for itself.
+    pub(crate) fn pointers(&self, piece: Piece, bytes: &[u8]) -> Vec<(u64, bool)> {
+        let mut found = Vec::new();
+        let waiting = self.waiting.iter().filter_map(|(at, _)| at.checked_sub(piece.at));
+        for offset in waiting.filter(|offset| *offset < piece.bytes) {
+            let words = bytes[offset as usize & !(WORD_BYTES - 1)..].as_chunks::<WORD_BYTES>().0;
+            let words = words.iter().take(POINTERS).enumerate();
+            found.extend(words.map(|(nth, word)| (u64::from_ne_bytes(*word), nth == 0)));
+        }
+        found
     }
 
     fn came(&mut self, start: u64, end: u64) {
@@ -183,7 +196,7 @@ impl LazySpace {
         self.pending.remove(piece.at, end);
         // Who waits asks again, and gets them.
         for (at, _) in self.waiting.iter().filter(|(at, _)| (piece.at..end).contains(at)) {
-            self.missing.wake(*at, PAGE_BYTES)?;
+            self.missing.wake(page_of(*at), PAGE_BYTES)?;
         }
         self.came(piece.at, end);
         Ok(())
@@ -213,6 +226,16 @@ impl LazySpace {
             }
         }
     }
+}
+
+const WORD_BYTES: usize = size_of::<u64>();
+/// Words that are looked at from where somebody waits on: an entry of a list or a hash table
+/// begins with that many pointers at most.
+const POINTERS: usize = 3;
+
+/// The first byte of the page that has an address.
+pub(crate) fn page_of(at: u64) -> u64 {
+    at & !(PAGE_BYTES - 1)
 }
 
 /// Zeroes put in at once.

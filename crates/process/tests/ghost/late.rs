@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hotspare_image::Checkpoint;
+use hotspare_image::memory::PAGE_BYTES;
 use hotspare_image::source::PageSource;
 use hotspare_process::lazy::{Loaded, Plan};
 use hotspare_process::pages::PageRun;
@@ -165,6 +166,50 @@ for turn in range(COUNT):
 print('end', flush=True)
 time.sleep(100)
 ";
+
+const FOLLOWS: &str = "
+import ctypes, mmap, random, time
+PAGES, NODES = 16384, 24
+area = mmap.mmap(-1, PAGES * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+for n in range(PAGES):
+    area[n * 4096:n * 4096 + 4] = b'used'
+places = random.Random(7).sample(range(PAGES), 2 * NODES)
+nodes = [start + n * 4096 + 1000 for n in places[:NODES]]
+values = [start + n * 4096 + 2000 for n in places[NODES:]]
+word = lambda at: ctypes.c_uint64.from_address(at)
+for i in range(NODES):
+    word(nodes[i]).value = values[i]
+    word(nodes[i] + 8).value = nodes[i + 1] if i + 1 < NODES else 0
+    word(values[i]).value = i
+while True:
+    at, seen = nodes[0], []
+    while at:
+        seen.append(word(word(at).value).value)
+        at = word(at + 8).value
+    print('ok' if seen == list(range(NODES)) else seen, flush=True)
+    time.sleep(0.2)
+";
+
+/// Whoever goes along a list waits for a node, and then for what it points to and the next one at
+/// a time.
+pub fn follows_pointers() {
+    const AREA: u64 = 16384 * PAGE_BYTES;
+    let mut primary = Primary::start(&["python3", "-c", FOLLOWS]);
+    primary.run_until("ok");
+    let first = primary.checkpoint();
+    let mut stored = line(&first, 16);
+    stored.delay = Duration::from_millis(20);
+    primary.die();
+    let spare = Spare::start(&first.0);
+    let area = super::touch::area_of(&first.0, AREA);
+    let (mut primary, loading) = spare.restart_late(first.0, Arc::new(stored), &Plan::default());
+    assert_eq!(primary.line(), "ok");
+    let loaded = load(&mut primary, loading);
+    let missed = loaded.missed.iter().filter(|span| (area..area + AREA).contains(&span.start));
+    // What comes behind meanwhile is not waited for.
+    assert!(missed.count() > 0 && loaded.pointed > 0, "{loaded:?}");
+}
 
 pub fn changes_while_it_comes() {
     let mut primary = Primary::start(&["python3", "-c", CHANGES]);

@@ -13,6 +13,7 @@ type Scene = fn();
 
 const SCENES: &[(&str, Scene)] = &[
     ("a_program_runs_before_its_memory_is_there", late::runs_before_it_is_loaded),
+    ("what_a_page_points_to_where_it_is_waited_for_comes_at_once", late::follows_pointers),
     ("what_is_forked_moved_and_discarded_while_it_comes_is_right", late::changes_while_it_comes),
     ("what_is_read_is_in_the_touch_set", touch::what_is_read_is_in_the_touch_set),
     ("a_guest_whose_memory_is_lost_is_stopped", late::stopped_without_memory),

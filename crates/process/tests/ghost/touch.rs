@@ -116,7 +116,7 @@ pub fn what_is_read_is_in_the_touch_set() {
 }
 
 /// Where the mapping of so many bytes begins.
-fn area_of(checkpoint: &Checkpoint, bytes: u64) -> u64 {
+pub fn area_of(checkpoint: &Checkpoint, bytes: u64) -> u64 {
     let mappings = checkpoint.spaces.iter().flat_map(|space| &space.mappings);
     let is_area = |mapping: &&hotspare_image::memory::Mapping| {
         mapping.backing == Backing::Anonymous && mapping.range.bytes() >= bytes
