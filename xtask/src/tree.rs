@@ -48,9 +48,19 @@ pub fn build_hotspare_broken() -> Result<PathBuf> {
     Ok(dir.join("release/hotspare"))
 }
 
-/// The cargo that runs us.
+/// The cargo that runs us, as if called by hand. What `cargo run` tells the program about itself
+/// (`CARGO_MANIFEST_DIR`, `CARGO_PKG_…`) is left out: `ring` is built anew whenever that differs,
+/// and with it nearly everything here.
 pub fn cargo(arguments: &[&str]) -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    for (name, _) in std::env::vars_os() {
+        let told = name.to_str().is_some_and(|name| {
+            name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")
+        });
+        if told {
+            cargo.env_remove(name);
+        }
+    }
     cargo.args(arguments);
     cargo
 }

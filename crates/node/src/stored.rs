@@ -43,8 +43,8 @@ pub struct StoreArguments {
     #[arg(long, value_name = "N", default_value_t = 10)]
     keep_last: usize,
     /// How often to track what the guest touches after a checkpoint: `restore` brings that first.
-    /// 0 never does.
-    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = seldom)]
+    /// 60s and every=60s are the same; 0 never does.
+    #[arg(long, value_name = "[every=]TIME", default_value = "60s", value_parser = seldom)]
     track: Duration,
     /// File with the key that encrypts what is stored: 64 hexadecimal digits, as from
     /// `openssl rand -hex 32`. The same path on all hosts.
@@ -54,6 +54,7 @@ pub struct StoreArguments {
 
 /// A time, or never.
 fn seldom(text: &str) -> Result<Duration, String> {
+    let text = text.strip_prefix("every=").unwrap_or(text);
     if text == "0" { Ok(Duration::ZERO) } else { long_duration(text) }
 }
 

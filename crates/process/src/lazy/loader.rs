@@ -498,6 +498,8 @@ impl Work<'_> {
         let flying = self.flying.entry(space.id).or_default();
         if !flying.within(source, source + PAGE_BYTES).is_empty() {
             self.loaded.late += u64::from(is_new);
+            let after = self.began.elapsed();
+            tracing::debug!(at = format_args!("{source:#x}"), ?after, "under way");
             return;
         }
         let after = self.began.elapsed();
@@ -650,9 +652,11 @@ impl Work<'_> {
             self.ahead -= usize::from(request.kind == Kind::Behind);
         }
         let blocks = blocks.map_err(|error| error.to_string())?;
+        let took = request.sent.elapsed();
+        tracing::debug!(kind = ?request.kind, bytes, ?took, under_way = self.under_way, "came");
         // What is small, or zeroes, does not come over the line in the time of a whole request.
         if request.kind == Kind::Behind && with_bytes(&blocks) >= REQUEST_BYTES {
-            self.pace.took(request.sent.elapsed());
+            self.pace.took(took);
         }
         if let Some(head) = &mut self.head {
             head.came(bytes, Instant::now());
