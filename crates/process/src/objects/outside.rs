@@ -69,9 +69,8 @@ pub fn capture(
         | Class::MessageQueue
         | Class::Proc => return Ok(None),
     }
-    let own = super::own_pid();
     for each in outside.iter().filter(|each| each.stat.inode == header.inode) {
-        let ours = (own, each.file.as_raw_fd());
+        let ours = (super::own_pid(), each.file.as_raw_fd());
         if descriptor::compare_files(ours, place)?.is_eq() {
             return Ok(Some(each.image()));
         }

@@ -2,8 +2,10 @@
 //!
 //! There are about sixty on a TCP socket and no call reads more than one, so reading all at each
 //! stop would cost more than everything else about a socket. They are read at the first two
-//! stops that see a socket, when programs set them, and from then on at every 32nd: a change on
-//! an old socket is on the spare 32 epochs later at most. Of sockets that rest
+//! stops that see a socket, when programs set them, and from then on at every 32nd, unless they
+//! were read within the last second (stops that output asks for come a hundred times a second): a
+//! change on an old socket is on the spare 32 epochs later at most, or a second and 32 epochs. Of
+//! sockets that rest
 //! ([`super::resting`]), at most 64 of a process are read at a stop. A corked socket is read every
 //! time, as the cork comes and goes with each reply and must not stay by mistake. A capture that
 //! has to be exact, before a planned switchover, reads all.
@@ -14,6 +16,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
 
 use hotspare_image::sockets::SocketOption;
 use hotspare_kernel::socket::{
@@ -322,6 +325,8 @@ struct Known {
 const FIRST_STOPS: u64 = 2;
 /// Of so many stops, options of an older socket are read at one.
 const STOPS_PER_READ: u64 = 32;
+/// But not sooner after they were read than this.
+const READ_LASTS: Duration = Duration::from_secs(1);
 
 /// Options of one socket as they were last read.
 #[derive(Debug)]
@@ -329,6 +334,7 @@ pub struct Remembered {
     options: Vec<SocketOption>,
     connected: bool,
     stops: u64,
+    read: Instant,
     seen: u64,
 }
 
@@ -338,7 +344,8 @@ impl Remembered {
         let corked = option_value(&self.options, TCP, libc::TCP_CORK).is_some();
         // Each socket has its own turn: inode numbers, often all odd or all even, are scattered.
         let turn = inode.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        let due = (stops + turn).is_multiple_of(STOPS_PER_READ);
+        let due =
+            (stops + turn).is_multiple_of(STOPS_PER_READ) && self.read.elapsed() >= READ_LASTS;
         stops >= FIRST_STOPS && !due && !corked && self.connected == connected
     }
 }
@@ -431,7 +438,8 @@ impl OptionReader {
         }
         self.from_memory = false;
         let options = self.read_all(fd, kind, connected)?;
-        let remembered = Remembered { options: options.clone(), connected, stops, seen };
+        let read = Instant::now();
+        let remembered = Remembered { options: options.clone(), connected, stops, read, seen };
         self.remembered.insert(inode, remembered);
         Ok(options)
     }

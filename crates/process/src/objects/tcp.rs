@@ -393,7 +393,7 @@ fn peek_outgoing(fd: BorrowedFd<'_>, length: usize) -> ObjectResult<Vec<u8>> {
     let repair = Repair::enter(fd)?;
     repair.select(Queue::Send)?;
     let bytes = repair.peek(length);
-    repair.select(Queue::None)?;
+    // With it the queue is selected no more: whoever enters it next begins with none.
     drop(repair);
     socket::set_option_i32(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)?;
     let mut bytes = bytes?;

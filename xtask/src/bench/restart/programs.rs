@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::tree;
 
@@ -18,6 +18,40 @@ pub struct Workshop {
     directory: PathBuf,
 }
 
+/// Programs, a command that each needs, and the Debian package that brings it.
+const NEEDS: [(&str, &str, &str); 13] = [
+    ("bzip2", "bzip2", "bzip2"),
+    ("xz", "xz", "xz-utils"),
+    ("cc1", "gcc", "gcc"),
+    ("perl", "perl", "perl"),
+    ("python", "python3", "python3"),
+    ("sqlite", "sqlite3", "sqlite3"),
+    ("7z", "7z", "p7zip-full"),
+    ("lbm", "gcc", "gcc"),
+    ("mcf", "gcc", "gcc"),
+    ("redis", "redis-server", "redis-server"),
+    ("memcached", "memcached", "memcached"),
+    ("go", "go", "golang-go"),
+    ("java", "javac", "default-jdk-headless"),
+];
+
+/// Fails with all that is missing, before anything is measured.
+fn ensure_installed(wanted: impl Fn(&str) -> bool) -> Result<()> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let is_there = |command: &str| {
+        std::env::split_paths(&path).any(|directory| directory.join(command).is_file())
+    };
+    let mut missing: Vec<&str> = NEEDS
+        .iter()
+        .filter(|(program, command, _)| wanted(program) && !is_there(command))
+        .map(|(_, _, package)| *package)
+        .collect();
+    missing.dedup();
+    let packages = missing.join(" ");
+    ensure!(missing.is_empty(), "not installed: {packages}. Debian: apt-get install {packages}");
+    Ok(())
+}
+
 fn run(command: &mut Command) -> Result<()> {
     let status = command.status().with_context(|| format!("run {command:?}"))?;
     if !status.success() {
@@ -29,6 +63,7 @@ fn run(command: &mut Command) -> Result<()> {
 impl Workshop {
     /// Makes what is wanted and not there yet, below `target`.
     pub fn open(wanted: impl Fn(&str) -> bool) -> Result<Self> {
+        ensure_installed(&wanted)?;
         let directory = tree::target().join("restart");
         let sources = tree::root().join("xtask/src/bench/restart");
         std::fs::create_dir_all(&directory)?;
