@@ -42,6 +42,9 @@ const NEAR_RINGS: u64 = 2;
 const YOUNG: Duration = Duration::from_secs(2);
 /// Who has waited for a page waits for the next one within this, if at all.
 const NEXT_WAIT: Duration = Duration::from_millis(20);
+/// That lasts for so small a part of the whole load, all in all. Who goes over all of its memory
+/// waits all the time, and has it sooner if the line is full.
+const STANDS_BACK: u32 = 48;
 
 /// Why a guest whose memory was not all there could not go on. It has been killed; until its last
 /// process has ended this must be kept, for whoever waits for a page would run on without it.
@@ -181,6 +184,7 @@ struct Work<'a> {
     hurried: usize,
     /// When one was answered last.
     answered: Option<Instant>,
+    courtesy: Courtesy,
     loaded: Loaded,
     progress: &'a LoaderProgress,
 }
@@ -219,6 +223,40 @@ impl Around {
         self.bytes = more.clamp(AROUND_BYTES, REQUEST_BYTES);
         self.end = source + self.bytes;
         self.bytes
+    }
+}
+
+/// How long the line has been left to those who wait.
+#[derive(Debug, Default)]
+struct Courtesy {
+    spent: Duration,
+    since: Option<Instant>,
+}
+
+/// How far a load has come.
+#[derive(Clone, Copy, Debug)]
+struct Come {
+    bytes: u64,
+    left: u64,
+    took: Duration,
+}
+
+impl Courtesy {
+    /// Whether the line is to be left to who waits, if somebody does, from now on until this is
+    /// asked again.
+    fn stands_back(&mut self, is_waited: bool, come: Come, now: Instant) -> bool {
+        if let Some(since) = self.since.take() {
+            self.spent += now.saturating_duration_since(since);
+        }
+        let stands_back = is_waited && self.spent < Self::allowed(come);
+        self.since = stands_back.then_some(now);
+        stands_back
+    }
+
+    /// A part of the time that the whole load takes at the rate of what has come.
+    fn allowed(come: Come) -> Duration {
+        let whole = (come.bytes + come.left) as f64 / come.bytes.max(1) as f64;
+        come.took.mul_f64(whole) / STANDS_BACK
     }
 }
 
@@ -299,6 +337,7 @@ impl Loader {
                 around: Around::default(),
                 hurried: 0,
                 answered: None,
+                courtesy: Courtesy::default(),
                 loaded: Loaded::default(),
                 progress: &progress,
             };
@@ -571,11 +610,14 @@ impl Work<'_> {
     }
 
     /// How many requests for what comes behind may be under way.
-    fn limit(&self) -> usize {
+    fn limit(&mut self) -> usize {
         let is_young = self.began.elapsed() < self.loaded.until_start + YOUNG;
         let is_waited = self.hurried > 0
             || self.answered.is_some_and(|answered| answered.elapsed() < NEXT_WAIT);
-        if is_young && is_waited { self.pace.limit.min(AHEAD_MAX) } else { self.pace.limit }
+        let left = self.spaces.iter().map(|space| space.pending.bytes()).sum();
+        let come = Come { bytes: self.loaded.bytes, left, took: self.began.elapsed() };
+        let stands_back = self.courtesy.stands_back(is_young && is_waited, come, Instant::now());
+        if stands_back { self.pace.limit.min(AHEAD_MAX) } else { self.pace.limit }
     }
 
     /// Whether the guest could not start with what is there, whatever the line is like.
@@ -719,5 +761,31 @@ impl Work<'_> {
         // Those who were heard on the way ask again.
         let missing = &self.spaces[index].missing;
         faults.into_iter().try_for_each(|at| missing.wake(page_of(at), PAGE_BYTES))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_is_left_to_who_waits_for_a_part_of_the_load_and_no_longer() {
+        let (mut courtesy, began) = (Courtesy::default(), Instant::now());
+        let at = |ms: u64| began + Duration::from_millis(ms);
+        // A tenth has come in 480 ms: the whole load takes 4.8 s, of which 100 ms may be given.
+        let come = |ms| Come { bytes: 10, left: 90, took: Duration::from_millis(ms) };
+        assert!(!courtesy.stands_back(false, come(480), at(480)), "nobody waits");
+        assert!(courtesy.stands_back(true, come(480), at(480)));
+        assert!(courtesy.stands_back(true, come(480), at(579)));
+        assert!(!courtesy.stands_back(true, come(480), at(580)), "it is given");
+        // Where nobody waits nothing is spent, and a load that takes longer has more to give.
+        assert!(!courtesy.stands_back(false, come(960), at(960)));
+        assert_eq!(courtesy.spent, Duration::from_millis(100));
+        assert!(courtesy.stands_back(true, come(960), at(960)));
+        // Of a small guest most is there.
+        let small = Come { bytes: 90, left: 10, took: Duration::from_millis(432) };
+        let mut courtesy = Courtesy::default();
+        assert!(courtesy.stands_back(true, small, at(432)));
+        assert!(!courtesy.stands_back(true, small, at(442)));
     }
 }
