@@ -46,6 +46,7 @@ fn ensure_installed(wanted: impl Fn(&str) -> bool) -> Result<()> {
         .filter(|(program, command, _)| wanted(program) && !is_there(command))
         .map(|(_, _, package)| *package)
         .collect();
+    missing.sort_unstable();
     missing.dedup();
     let packages = missing.join(" ");
     ensure!(missing.is_empty(), "not installed: {packages}. Debian: apt-get install {packages}");
