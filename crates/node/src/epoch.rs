@@ -3,7 +3,7 @@
 mod hold_back;
 mod takers;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -71,8 +71,6 @@ pub struct EpochMaker {
     /// Of replicated directories, since somebody took the number.
     pub file_bytes: u64,
     alike: Alike,
-    /// Spares that have acknowledged a checkpoint, and so could take over.
-    able: BTreeSet<NodeId>,
     /// The guest's address.
     pub network: Option<ServiceNetwork>,
     /// The spare that packets pass through.
@@ -167,7 +165,6 @@ impl EpochMaker {
             wire_bytes: BTreeMap::new(),
             file_bytes: 0,
             alike: Alike::new(settings.rules()),
-            able: BTreeSet::new(),
             network: None,
             through: None,
             tries: 0,
@@ -202,7 +199,6 @@ impl EpochMaker {
 
     /// A spare is gone; the way to it.
     pub fn leave(&mut self, node: NodeId) -> Option<Sender> {
-        self.able.remove(&node);
         self.wire_bytes.remove(&node);
         self.takers.remove(node)
     }
@@ -272,20 +268,13 @@ impl EpochMaker {
         Some((open.pages, open.pages + self.guest.backlog_pages()))
     }
 
-    /// A spare has acknowledged a checkpoint.
-    pub fn acknowledged(&mut self, node: NodeId) {
-        if self.takers.spares.contains_key(&node) {
-            self.able.insert(node);
-        }
-    }
-
     /// Whether some spare has a checkpoint, or may get all of one: what leaves the guest then has
     /// to wait.
     pub fn can_be_replaced(&self) -> bool {
         let whole = self.open.as_ref().is_some_and(|open| open.captured.is_some());
-        let may_have = |spare: &Sender| whole || spare.unacknowledged() > 0;
-        let mut spares = self.takers.spares.iter();
-        spares.any(|(node, spare)| self.able.contains(node) || may_have(spare))
+        // In this order: what is not unacknowledged any more has been acknowledged.
+        let has = |spare: &Sender| spare.unacknowledged() > 0 || spare.acknowledged().is_some();
+        self.takers.spares.values().any(|spare| whole || has(spare))
     }
 
     /// Bytes sent to a spare since this was last asked.
@@ -449,6 +438,10 @@ impl EpochMaker {
             return Ok(false);
         }
         self.guest.scan()?;
+        if self.guest.untracked_pages() > REST_PAGES {
+            // Copied before the stop, and not in it.
+            self.guest.prepare()?;
+        }
         let found = self.guest.backlog_pages();
         let before = std::mem::replace(&mut open.found, found);
         open.rounds += 1;

@@ -90,6 +90,20 @@ impl Agent {
         }
     }
 
+    /// Output waits for nobody from now on, unless it has to wait for spares. Both are decided in
+    /// one place: what [`Agent::await_spares`] says of what was shown stays true while it waits.
+    fn open_gate(&self, gate: &Gate) {
+        let face = self.face();
+        if face.awaited.is_empty() {
+            gate.open();
+        }
+    }
+
+    /// Whether output waits for all of these.
+    pub fn awaits(&self, nodes: &BTreeSet<NodeId>) -> bool {
+        self.face().awaited.is_superset(nodes)
+    }
+
     /// Spares without which nothing may leave: the arbiter would give them the term at once.
     pub fn awaited_heirs(&self) -> BTreeSet<NodeId> {
         let Some(arbiter) = &self.arbiter else { return BTreeSet::new() };
@@ -132,7 +146,7 @@ impl Primary {
         let Some(gate) = self.gate() else { return };
         let replaceable = self.maker.can_be_replaced() || !self.agent.awaited_heirs().is_empty();
         if gate.is_closed() && !replaceable && !self.is_frozen() {
-            gate.open();
+            self.agent.open_gate(gate);
         }
     }
 

@@ -323,7 +323,6 @@ impl Primary {
     }
 
     fn acknowledged(&mut self, node: NodeId, position: Position) {
-        self.maker.acknowledged(node);
         self.agent.meters.file_bytes.add(std::mem::take(&mut self.maker.file_bytes));
         self.seek_path();
         let reporter = &self.agent.reporter;

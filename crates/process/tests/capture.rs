@@ -403,12 +403,47 @@ fn nothing_is_kept_of_what_stood_where_memory_is_droppable_now() {
     compare_mapper(DROP);
 }
 
+/// Maps over a smaller mapping and what was beside it, and moves that; dies if it cannot.
+const OVER: &str = r#"
+N = 16
+place = libc.mmap(None, 8 * N * P, 0, 0x22, -1, 0) + N * P
+other = place + 4 * N * P
+while True:
+    libc.mmap(place + N * P, N * P, 3, 0x32, -1, 0)
+    libc.mmap(place, 2 * N * P, 3, 0x32, -1, 0)
+    if libc.mremap(place, 2 * N * P, 2 * N * P, 3, other) != other:
+        os._exit(1)
+"#;
+
+/// Tracking begins mapping by mapping, and a mapping of which a part is tracked is two to the
+/// kernel: mremap(2) over both fails.
+#[test]
+fn a_scan_of_a_running_guest_leaves_its_mappings_whole() {
+    let mut guest = begin(&format!("exec /usr/bin/python3 -c '{MAPPER}{OVER}'"));
+    let mut runs = Vec::new();
+    for round in 0..2000 {
+        guest.pump(&[], Duration::ZERO).expect("pumps");
+        assert!(guest.is_alive(), "mremap(2) failed after {round} scans");
+        if guest.needs_preparation() {
+            guest.prepare().expect("prepares");
+        }
+        guest.scan().expect("scans");
+        guest.precopy(u64::MAX, &mut runs).expect("copies");
+        runs.clear();
+        if round % 50 == 49 {
+            checkpoint(&mut guest);
+        }
+    }
+    end(guest);
+}
+
 /// Tries until no passing state is in the way.
 fn checkpoint(guest: &mut Guest) -> Captured {
     let mut nothing = |_: &Guest, _: &mut SharedTable, _: &mut Checkpoint| Ok(());
     let mut rules = CheckpointRules { objects: &mut nothing, copy_all: false };
     loop {
         guest.pump(&[], Duration::from_millis(5)).expect("pumps");
+        assert!(guest.is_alive(), "the guest has ended");
         match guest.checkpoint(u64::MAX, &mut rules, &mut || Ok(())) {
             Err(ObjectError::Transient { .. }) => {}
             taken => return taken.expect("takes").expect("little is left"),

@@ -13,6 +13,7 @@ pub mod record;
 mod s3;
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -251,7 +252,11 @@ impl Arbiter {
             let mut term = Term(1);
             loop {
                 let wish = Wish::Take { term, by: Claim::First };
-                match desk.settle(&wish).await.context("ask the arbiter for the first term")? {
+                match desk
+                    .settle(&wish, &|_| true)
+                    .await
+                    .context("ask the arbiter for the first term")?
+                {
                     Outcome::Granted(_) => return Ok(term),
                     Outcome::Denied { held, .. } if term <= held => term = held.next(),
                     Outcome::Denied { held, retry_at } => {
@@ -400,7 +405,30 @@ impl Desk {
         Ok(())
     }
 
-    async fn settle(&self, wish: &Wish) -> Result<Outcome, Trouble> {
+    /// As soon as a record is sent it may be so: from here on nothing leaves that its heirs do not
+    /// have. False if output has left meanwhile without waiting for one that is new among them; a
+    /// later wish knows of that.
+    fn expect_heirs(&self, record: &Record, may_count: impl Fn(&BTreeSet<NodeId>) -> bool) -> bool {
+        let mut heirs = self.lease.heirs();
+        let new: BTreeSet<NodeId> = record.heirs.difference(&heirs.nodes).copied().collect();
+        heirs.nodes.extend(&new);
+        heirs.at_once |= record.at_once;
+        if record.at_most_ns() == record.lease_ns {
+            self.lease.without_heirs(boot_ns());
+        }
+        drop(heirs);
+        let may_count = new.is_empty() || may_count(&new);
+        if !may_count {
+            self.lease.heirs().nodes.retain(|node| !new.contains(node));
+        }
+        may_count
+    }
+
+    async fn settle(
+        &self,
+        wish: &Wish,
+        awaits: &dyn Fn(&BTreeSet<NodeId>) -> bool,
+    ) -> Result<Outcome, Trouble> {
         let key = self.key()?;
         let mut just_read = false;
         loop {
@@ -430,14 +458,13 @@ impl Desk {
                 Verdict::Done => return Ok(Outcome::Done),
                 Verdict::Forgotten => return Ok(Outcome::Forgotten),
             };
-            {
-                // As soon as it is sent it may be so.
-                let mut heirs = self.lease.heirs();
-                heirs.nodes.extend(&record.heirs);
-                heirs.at_once |= record.at_once;
-                if record.at_most_ns() == record.lease_ns {
-                    self.lease.without_heirs(boot_ns());
-                }
+            let may_count = |new: &BTreeSet<NodeId>| match wish {
+                Wish::Keep { .. } => awaits(new),
+                // They were the heirs before, and are struck out before anything leaves.
+                Wish::Take { .. } | Wish::GiveUp { .. } => true,
+            };
+            if !self.expect_heirs(&record, may_count) {
+                return Ok(Outcome::Done);
             }
             let mut sent = boot_ns();
             if let Some(before) = self.attempt.take().filter(|before| before.record == record) {
@@ -491,6 +518,7 @@ impl Desk {
     async fn work(&self, mut asks: UnboundedReceiver<Ask>, agent: &Agent) {
         let mut wish: Option<(Wish, Option<SyncSender<bool>>)> = None;
         let mut outage = Outage::default();
+        let awaits = |nodes: &BTreeSet<NodeId>| agent.awaits(nodes);
         loop {
             let next = match &wish {
                 None => asks.recv().await.map(Some),
@@ -514,7 +542,7 @@ impl Desk {
                 Some(None) => {}
             }
             let Some((wanted, last)) = &wish else { continue };
-            match self.settle(wanted).await {
+            match self.settle(wanted, &awaits).await {
                 Ok(outcome) => {
                     outage.over(agent);
                     if let Some(done) = last {

@@ -81,11 +81,12 @@ impl Guest {
     }
 
     /// Stops the guest for as long as it takes to put the stub and write tracking into processes
-    /// that do not have them, and scans their memory once.
+    /// that do not have them, and into mappings that [`Guest::scan`] has left untracked, and scans
+    /// the memory of these processes.
     pub fn prepare(&mut self) -> ObjectResult<()> {
         self.must_be_loaded()?;
         self.stop_all()?;
-        let prepared = self.prepare_stopped();
+        let prepared = self.prepare_stopped().and_then(|()| self.track_stopped());
         match self.resume_all()? {
             false if prepared.is_err() => {
                 Err(ObjectError::transient("a thread", "was killed while it was made ready"))
@@ -103,6 +104,17 @@ impl Guest {
             .collect();
         for pid in new {
             self.prepare_process(pid)?;
+            self.scan_process(pid, true)?;
+        }
+        Ok(())
+    }
+
+    /// Begins to track what a scan of the running guest has left.
+    fn track_stopped(&mut self) -> ObjectResult<()> {
+        let is_left = |space: &Space| space.untracked_pages > 0;
+        let left = self.processes.values();
+        let left = left.filter(|process| process.space.as_ref().is_some_and(is_left));
+        for pid in left.map(|process| process.pid).collect::<Vec<_>>() {
             self.scan_process(pid, true)?;
         }
         Ok(())
@@ -155,8 +167,15 @@ impl Guest {
         private.map(Space::populated_pages).sum()
     }
 
+    /// Pages with content in mappings that are too new to be tracked, as the last scan of the
+    /// running guest found them. [`Guest::prepare`] makes them known before the next checkpoint.
+    pub fn untracked_pages(&self) -> u64 {
+        let private = self.processes.values().filter_map(|process| process.space.as_ref());
+        private.map(|space| space.untracked_pages).sum()
+    }
+
     /// Finds what was written since the last scan, while the guest runs. Processes that end or
-    /// call execve meanwhile are left to the next stop.
+    /// call execve meanwhile, and mappings that are not tracked yet, are left to the next stop.
     pub fn scan(&mut self) -> ObjectResult<()> {
         for pid in self.processes().collect::<Vec<_>>() {
             passing(self.scan_process(pid, false))?;

@@ -12,6 +12,10 @@
 //! shape stood there before. Everything in it counts as written, whatever marks of an earlier
 //! registration its page table still has. Pages that were there at the last scan and are not any
 //! more were discarded.
+//!
+//! Mappings are registered while the guest stands still and at no other time. A running guest may
+//! have put a larger mapping in the place of the one that we have read of: registering that part
+//! makes two of it, and mremap(2) over both fails (EFAULT).
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -60,6 +64,8 @@ pub struct Space {
     pub(crate) shared_written: Vec<GuestRange>,
     pub(crate) reset: bool,
     stopped: bool,
+    /// Pages with content in mappings that the last scan, of the running guest, left untracked.
+    pub(crate) untracked_pages: u64,
     /// Where the last scan failed.
     suspects: Ranges,
     /// Mappings made with `MAP_DROPPABLE`, as of the last scan.
@@ -200,6 +206,7 @@ impl Space {
             shared_written: Vec::new(),
             reset: true,
             stopped: false,
+            untracked_pages: 0,
             suspects: Ranges::default(),
             droppable: Vec::new(),
         })
@@ -230,10 +237,11 @@ impl Space {
     }
 
     /// Reads the mappings and finds what was written or discarded since the last scan. Of a
-    /// running guest (`stopped` false), mappings may change under it: what cannot be tracked then
-    /// is left to the next scan.
+    /// running guest (`stopped` false), mappings may change under it: what is not tracked yet is
+    /// left to the next stop.
     pub fn scan(&mut self, stopped: bool) -> ObjectResult<()> {
         self.stopped = stopped;
+        self.untracked_pages = 0;
         self.read_lines()?;
         let lines = std::mem::take(&mut self.lines);
         let mut found = Found::default();
@@ -349,7 +357,10 @@ impl Space {
                 if !suspect && self.scan_private(range, file, found)? {
                     return Ok(());
                 }
-                self.scan_fresh(line, file, found)
+                match self.stopped {
+                    true => self.scan_fresh(line, file, found),
+                    false => self.count_untracked(range, file, &mut found.regions),
+                }
             }
         }
     }
@@ -435,6 +446,26 @@ impl Space {
         // Nothing is taken before all has been looked at.
         told.iter().for_each(|(from, to)| found.anonymous.changed.push(from, to));
         Ok(Scanned::Complete)
+    }
+
+    /// Counts what a private mapping holds that only a stop can begin to track.
+    fn count_untracked(
+        &mut self,
+        (start, end): (u64, u64),
+        file: bool,
+        regions: &mut Vec<Region>,
+    ) -> ObjectResult<()> {
+        if self.droppable.contains(&(start, end)) {
+            return Ok(());
+        }
+        let of_it = if file { FILE_QUERY } else { ALL_QUERY };
+        regions.clear();
+        let query = Query { rearm: false, tracked: false, ..of_it };
+        self.pagemap.scan(start, end, query, regions)?;
+        let held = regions.iter().filter(|region| region.categories & category::ZERO == 0);
+        self.untracked_pages +=
+            held.map(|region| (region.end - region.start) / PAGE_BYTES).sum::<u64>();
+        Ok(())
     }
 
     /// Scans a private mapping that is not tracked yet, or not known to be.
@@ -531,12 +562,7 @@ impl Space {
         registered: hotspare_kernel::Result<()>,
     ) -> ObjectResult<()> {
         self.fresh.push(GuestRange::new(line.start, line.end));
-        let stopped = self.stopped;
         registered.map_err(|error| match error.errno() {
-            _ if !stopped => ObjectError::transient(
-                format!("the mapping at {:#x}", line.start),
-                "changed while it was scanned",
-            ),
             Some(libc::EBUSY) => ObjectError::refused(
                 format!("the mapping at {:#x}", line.start),
                 "the program uses userfaultfd itself, and a mapping can have only one",

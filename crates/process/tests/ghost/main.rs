@@ -44,16 +44,19 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let filter = arguments.iter().find(|text| !text.starts_with('-'));
-    let mut failed = false;
+    let (mut passed, mut failed) = (0, 0);
     for name in scenes::names() {
         if filter.is_some_and(|filter| !name.contains(filter.as_str())) {
             continue;
         }
-        let passed = run_apart(name);
-        println!("test {name} ... {}", if passed { "ok" } else { "FAILED" });
-        failed |= !passed;
+        let is_good = run_apart(name);
+        println!("test {name} ... {}", if is_good { "ok" } else { "FAILED" });
+        *if is_good { &mut passed } else { &mut failed } += 1;
     }
-    if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+    // As cargo's own, for whoever counts.
+    let verdict = if failed == 0 { "ok" } else { "FAILED" };
+    println!("\ntest result: {verdict}. {passed} passed; {failed} failed");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 /// Runs a scene in a process of its own, which takes all of the guest with it when it ends.
