@@ -20,7 +20,7 @@ pub mod stage;
 mod wire;
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, BufWriter, Write};
+use std::io::{BufRead, BufReader, BufWriter, ErrorKind, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -393,12 +393,13 @@ impl Director {
             clocks: self.orders.clocks,
         };
         Frame::Orders(orders).write(&mut to)?;
-        let whole = self.copy_files(&said, &mut to);
+        let whole = self.copy_files(&mut to).map(|()| None);
+        let whole = or_last_words(whole, &said);
         if let Some(early) = whole? {
             return Ok(early);
         }
         self.want(Step::Follow);
-        let copied = self.pass_all(&said, &mut to);
+        let copied = or_last_words(self.pass_all(&said, &mut to), &said);
         // What it has not taken by now it does not take.
         self.memory.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(early) = copied? {
@@ -417,11 +418,7 @@ impl Director {
 
     /// The replicated directories, and what changes in them meanwhile. All copies begin before the
     /// first change is told: it would be lost on one that has not begun.
-    fn copy_files(
-        &mut self,
-        said: &Receiver<Said>,
-        to: &mut impl Write,
-    ) -> anyhow::Result<Option<Report>> {
+    fn copy_files(&mut self, to: &mut impl Write) -> anyhow::Result<()> {
         let mut under_way = Vec::new();
         for (index, copy, first) in std::mem::take(&mut self.copies) {
             let mut chunks = copy.chunks(CHUNK_BYTES);
@@ -436,17 +433,11 @@ impl Director {
                 let mut frames = vec![Frame::Copy(index, chunk?)];
                 frames.extend(self.frames.try_iter().inspect(|frame| self.forget(frame)));
                 for frame in frames {
-                    let written = frame.write(to);
-                    if written.is_err()
-                        && let Ok(Said::Report(report)) = said.recv_timeout(BEAT)
-                    {
-                        return Ok(Some(*report));
-                    }
-                    written.context(KILLED)?;
+                    frame.write(to).context(KILLED)?;
                 }
             }
         }
-        Ok(None)
+        Ok(())
     }
 
     /// It waits no more.
@@ -483,13 +474,7 @@ impl Director {
             }
             match self.frames.recv_timeout(BEAT) {
                 Ok(frame) => {
-                    let written = self.pass_on(&frame, to);
-                    if written.is_err()
-                        && let Ok(Said::Report(report)) = said.recv_timeout(BEAT)
-                    {
-                        return Ok(Some(*report));
-                    }
-                    written?;
+                    self.pass_on(&frame, to)?;
                     if let Frame::Last = frame {
                         to.flush().context(KILLED)?;
                         return Ok(None);
@@ -516,7 +501,28 @@ impl Director {
     }
 }
 
+/// A stage that takes nothing more may have said why before it ended; its end is heard, too.
+fn or_last_words(
+    passed: anyhow::Result<Option<Report>>,
+    said: &Receiver<Said>,
+) -> anyhow::Result<Option<Report>> {
+    let is_gone = |error: &std::io::Error| {
+        matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset)
+    };
+    let mut causes = passed.as_ref().err().into_iter().flat_map(anyhow::Error::chain);
+    if causes.any(|cause| cause.downcast_ref().is_some_and(is_gone)) {
+        while let Ok(said) = said.recv_timeout(LAST_WORDS) {
+            if let Said::Report(report) = said {
+                return Ok(Some(*report));
+            }
+        }
+    }
+    passed
+}
+
 const KILLED: &str = "the copy was killed, perhaps for want of memory (`dmesg` says so)";
+/// How long the end of a stage that takes nothing more may take to be heard.
+const LAST_WORDS: Duration = Duration::from_secs(10);
 /// How often news of the stage are looked for.
 const BEAT: Duration = Duration::from_millis(20);
 
