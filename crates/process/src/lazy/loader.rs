@@ -614,8 +614,8 @@ impl Work<'_> {
         let is_young = self.began.elapsed() < self.loaded.until_start + YOUNG;
         let is_waited = self.hurried > 0
             || self.answered.is_some_and(|answered| answered.elapsed() < NEXT_WAIT);
-        let left = self.spaces.iter().map(|space| space.pending.bytes()).sum();
-        let come = Come { bytes: self.loaded.bytes, left, took: self.began.elapsed() };
+        let (bytes, left) = (self.loaded.bytes, self.progress.bytes_left());
+        let come = Come { bytes, left, took: self.began.elapsed() };
         let stands_back = self.courtesy.stands_back(is_young && is_waited, come, Instant::now());
         if stands_back { self.pace.limit.min(AHEAD_MAX) } else { self.pace.limit }
     }
