@@ -405,3 +405,52 @@ impl Sea {
 fn interval(rate: u64, connections: usize) -> Duration {
     Duration::from_secs_f64(connections as f64 / rate.clamp(1, 1 << 20) as f64)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    use super::*;
+
+    struct Echo;
+
+    impl Talk for Echo {
+        fn ask(&mut self, request: &mut Vec<u8>) {
+            request.push(b'?');
+        }
+
+        fn hear(&mut self, bytes: &[u8]) -> Option<(usize, Result<(), Wrong>)> {
+            (!bytes.is_empty()).then_some((1, Ok(())))
+        }
+
+        fn begins_anew(&mut self) {}
+    }
+
+    #[test]
+    fn a_line_that_breaks_in_a_roll_call_asks_again() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let server = listener.local_addr().unwrap();
+        let served = std::thread::spawn(move || {
+            let asked = || {
+                let (mut stream, _) = listener.accept().unwrap();
+                stream.read_exact(&mut [0]).unwrap();
+                stream
+            };
+            drop(asked());
+            let mut second = asked();
+            second.write_all(b"!").unwrap();
+            second
+        });
+        let shared = Arc::new(Shared::default());
+        let patience = Duration::from_secs(60);
+        let (held, callers) = (vec![Box::new(Echo) as Box<dyn Talk>], Vec::new());
+        let crew = Crew { server, held, callers, patience, seed: 1 };
+        let sea = Sea::new(crew, Arc::clone(&shared));
+        let thread = Some(std::thread::spawn(move || sea.run()));
+        let fleet = Fleet { shared, thread };
+        assert_eq!(fleet.roll_call(Duration::from_secs(60)), Ok(()), "nobody asks otherwise");
+        assert_eq!(fleet.take_seen().resets, 1);
+        drop(served.join().unwrap());
+    }
+}

@@ -212,6 +212,8 @@ impl Line {
         self.written = 0;
         self.heard.clear();
         self.asked.clear();
+        // What was asked on the connection before has no reply, and will have none.
+        self.last_asked = self.answered;
         self.state = match std::mem::replace(&mut self.state, State::Closed(now)) {
             State::Connecting(stream, _) | State::Open(stream) => State::Open(stream),
             closed @ State::Closed(_) => closed,

@@ -448,12 +448,12 @@ impl fmt::Display for Report {
                 write!(f, ", protected after {:.1} s", unprotected.as_secs_f64())?;
             }
         }
-        if !seen.is_good() && self.is_good() {
+        if !seen.is_good() {
             let (resets, errors, lost, twice) =
                 (seen.resets, seen.errors, seen.lost, seen.duplicates);
             write!(
                 f,
-                "\n    as may be: {resets} connections broke, {errors} replies were wrong or late, \
+                "\n    clients saw: {resets} connections broke, {errors} replies were wrong or late, \
                  {lost} writes are gone, {twice} were done twice"
             )?;
         }
