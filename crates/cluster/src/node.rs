@@ -151,7 +151,7 @@ struct Following {
     stands_by: bool,
     ghost: Option<Position>,
     /// The ghost of the reign before, while it was fit: it counts again if this reign's primary
-    /// never let its own go.
+    /// never let its own go, or died before its guest was heard (see [`Node::usable`]).
     inherited: Option<Position>,
     /// Silence counts from the first heartbeat on; before it, datagrams may be blocked.
     heard_at: Option<Nanos>,
@@ -327,7 +327,7 @@ impl Node {
             Event::Committed { term, position } => self.committed(term, position),
             Event::GhostLost => {
                 if let State::Following(f) = &mut self.state {
-                    f.ghost = None;
+                    (f.ghost, f.inherited) = (None, None);
                 }
             }
             Event::PrimaryLostGuest(node) => {
@@ -396,8 +396,12 @@ impl Node {
         }
         let foreign_reign = self.is_newer_reign(&beat);
         self.seen = self.seen.max(beat.term);
-        if self.heard.len() < PEERS_MAX || self.heard.contains_key(&beat.from) {
-            self.heard.insert(beat.from, (now, beat));
+        self.heard.insert(beat.from, (now, beat));
+        if self.heard.len() > PEERS_MAX
+            && let Some(longest) = self.heard.iter().min_by_key(|(_, (at, _))| *at)
+        {
+            let longest = *longest.0;
+            self.heard.remove(&longest);
         }
         match &mut self.state {
             State::Reigning(reign) => {
@@ -449,8 +453,9 @@ impl Node {
 
     fn follow(&mut self, now: Nanos, beat: Beat, out: &mut Vec<Action>) {
         let (inherited, rank) = match &self.state {
-            State::Following(f) if f.attached => (f.ghost, f.rank),
-            State::Following(f) => (None, f.rank),
+            State::Following(f) if f.attached && f.ghost.is_some() => (f.ghost, f.rank),
+            // Two in a row that died while they took over.
+            State::Following(f) => (f.inherited.filter(|_| self.config.has_arbiter), f.rank),
             _ => (None, RANKS_MAX),
         };
         let following = Following::new(Some(now), beat.from, beat.term);
@@ -473,7 +478,7 @@ impl Node {
                 self.send_beat(out);
             }
             State::Following(f) if f.claim.is_some_and(|claim| claim.term == term) => {
-                let position = f.ghost.unwrap_or_default();
+                let position = f.ghost.or(f.inherited).unwrap_or_default();
                 let reign = Reign::new(now, term, until, Phase::TakingOver);
                 self.state = State::Reigning(Reign { position, ..reign });
                 self.seen = self.seen.max(term);

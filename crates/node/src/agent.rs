@@ -161,6 +161,8 @@ impl Joined {
 /// Most connections at a time, of hosts and of strangers that have not shown who they are yet.
 /// Whoever comes then is hung up on.
 const MET_MAX: usize = 512;
+/// Peers that heartbeats go to.
+const PEERS_MAX: usize = 64;
 
 /// What all threads of an agent share.
 #[derive(Clone)]
@@ -483,12 +485,27 @@ impl Agent {
         }
     }
 
-    /// Sends heartbeats to this peer, too.
+    /// Sends heartbeats to this peer, too. Whoever was added long ago and has no stream to us is
+    /// dropped for it some day: each agent that is started anew is one more.
     pub fn add_peer(&self, node: NodeId, address: SocketAddr) {
         let mut face = self.face();
         face.peers.retain(|(known, _)| *known != node);
         face.peers.push((node, self.reachable(address)));
+        if face.peers.len() > PEERS_MAX {
+            let is_idle = |(node, _): &(NodeId, SocketAddr)| !face.streams.contains_key(node);
+            let idle = face.peers.iter().position(is_idle).unwrap_or(0);
+            face.peers.remove(idle);
+        }
         self.heart.set_peers(face.peers.iter().map(|(_, address)| *address).collect());
+    }
+
+    /// Of a spare: this peer is still its primary, and not to be dropped for newer ones.
+    pub fn keep_peer(&self, node: NodeId) {
+        let mut face = self.face();
+        if let Some(at) = face.peers.iter().position(|(known, _)| *known == node) {
+            let kept = face.peers.remove(at);
+            face.peers.push(kept);
+        }
     }
 
     /// The heart's socket speaks IPv6, and IPv4 by mapped addresses, where there is IPv6 at all.

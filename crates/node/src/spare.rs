@@ -196,6 +196,7 @@ fn take(agent: &Agent, (node, stream): (NodeId, StreamId), incoming: Incoming) -
                 ready: entry.ready,
                 stands_by: entry.stands_by.unwrap_or(false),
             };
+            agent.keep_peer(node);
             for entry in entries.iter().filter(|entry| entry.node != agent.node) {
                 if let Some(address) = entry.heart_address() {
                     agent.add_peer(entry.node, address);

@@ -24,7 +24,10 @@ pub const BEAT_BYTES: usize = 80;
 pub const STACK_BYTES: usize = 256 << 10;
 const VERSION: u8 = 1;
 const SIGNED_BYTES: usize = 48;
+/// Agents that are listened to at a time; further ones take the place of those that are silent.
 const SENDERS_MAX: usize = 64;
+/// Agents that have gone, whose recorded datagrams are told from new ones one by one.
+const GONE_MAX: usize = 4096;
 /// Above ordinary real-time threads' default of 1, far below the kernel's own.
 const PRIORITY: i32 = 10;
 
@@ -205,7 +208,7 @@ pub struct HeartLoop {
     /// What is to be said, as last seen: whoever changes it may be a thread that waits for a
     /// processor, and this one does not wait for that.
     state: State,
-    senders: HashMap<NodeId, Heard>,
+    senders: Senders,
     unreachable: Vec<SocketAddr>,
     leashed: bool,
 }
@@ -214,6 +217,55 @@ struct Heard {
     sequence: u64,
     heard_at: Instant,
     silent: bool,
+}
+
+/// Who is heard, and what of each came last. Every agent that is started anew is a new one.
+#[derive(Default)]
+struct Senders {
+    known: HashMap<NodeId, Heard>,
+    /// The last number of each that has been silent for so long that others took its place.
+    gone: HashMap<NodeId, u64>,
+    /// Those that are not even there any more had numbers up to this.
+    floor: u64,
+}
+
+impl Senders {
+    /// False for a datagram that came before, or was overtaken, and for one more agent than can be
+    /// listened to.
+    fn is_news(&mut self, node: NodeId, sequence: u64, heard_at: Instant) -> bool {
+        if let Some(heard) = self.known.get_mut(&node) {
+            let is_new = sequence > heard.sequence;
+            if is_new {
+                *heard = Heard { sequence, heard_at, silent: false };
+            }
+            return is_new;
+        }
+        let last = self.gone.get(&node).copied().unwrap_or(self.floor);
+        if sequence <= last || (self.known.len() >= SENDERS_MAX && !self.make_room()) {
+            return false;
+        }
+        self.gone.remove(&node);
+        self.known.insert(node, Heard { sequence, heard_at, silent: false });
+        true
+    }
+
+    /// Lets the one go that has been silent for longest; false if none is.
+    fn make_room(&mut self) -> bool {
+        let silent = self.known.iter().filter(|(_, heard)| heard.silent);
+        let longest = silent.min_by_key(|(_, heard)| heard.heard_at).map(|(node, _)| *node);
+        let Some((node, heard)) = longest.and_then(|node| self.known.remove_entry(&node)) else {
+            return false;
+        };
+        self.gone.insert(node, heard.sequence);
+        if self.gone.len() > GONE_MAX
+            && let Some((oldest, sequence)) =
+                self.gone.iter().map(|(node, last)| (*node, *last)).min_by_key(|(_, last)| *last)
+        {
+            self.gone.remove(&oldest);
+            self.floor = self.floor.max(sequence);
+        }
+        true
+    }
 }
 
 /// A heart that beats on `socket` once it has a key, peers and something to say. The agent gives
@@ -225,7 +277,7 @@ pub fn heart(socket: UdpSocket, config: HeartConfig) -> (Heart, HeartLoop) {
     let state = State { key: None, beat: None, peers: Vec::new() };
     let shared = Shared { socket, state: Mutex::new(state.clone()), sequence, config };
     let shared = Arc::new(shared);
-    let (senders, unreachable) = (HashMap::new(), Vec::new());
+    let (senders, unreachable) = (Senders::default(), Vec::new());
     let beating = HeartLoop { shared: shared.clone(), state, senders, unreachable, leashed: false };
     (Heart { shared }, beating)
 }
@@ -341,7 +393,7 @@ impl HeartLoop {
     }
 
     fn report_silence(&mut self, now: Instant, tell: &mut impl FnMut(HeartEvent)) {
-        for (node, sender) in &mut self.senders {
+        for (node, sender) in &mut self.senders.known {
             let quiet = now.saturating_duration_since(sender.heard_at);
             if !sender.silent && quiet >= self.shared.config.silence {
                 sender.silent = true;
@@ -368,22 +420,10 @@ impl HeartLoop {
         let Some(key) = self.state.key else { return Ok(true) };
         let Some((beat, sequence)) = open(&key, &bytes[..length]) else { return Ok(true) };
         let at = Instant::now();
-        if self.is_news(beat.from, sequence, at) {
+        if self.senders.is_news(beat.from, sequence, at) {
             tell(HeartEvent::Beat { beat, at });
         }
         Ok(true)
-    }
-
-    /// False for a datagram that came before, or was overtaken.
-    fn is_news(&mut self, node: NodeId, sequence: u64, heard_at: Instant) -> bool {
-        match self.senders.get(&node) {
-            Some(heard) if heard.sequence >= sequence => false,
-            None if self.senders.len() >= SENDERS_MAX => false,
-            _ => {
-                self.senders.insert(node, Heard { sequence, heard_at, silent: false });
-                true
-            }
-        }
     }
 }
 
@@ -472,6 +512,30 @@ mod tests {
             }
         }
         assert_eq!(heard, [1, 3]);
+    }
+
+    #[test]
+    fn agents_that_are_started_again_and_again_are_heard() {
+        let mut senders = Senders::default();
+        let now = Instant::now();
+        let agents = (GONE_MAX + 2 * SENDERS_MAX) as u64;
+        for agent in 1..=agents {
+            assert!(senders.is_news(NodeId(agent), agent * 100, now), "the {agent}th");
+            senders.known.values_mut().for_each(|heard| heard.silent = true);
+        }
+        for agent in 1..=agents {
+            assert!(!senders.is_news(NodeId(agent), agent * 100, now), "a recording of {agent}");
+        }
+        assert!(senders.is_news(NodeId(2000), 200_001, now), "one that was only cut off");
+        assert!(senders.known.len() <= SENDERS_MAX && senders.gone.len() <= GONE_MAX);
+    }
+
+    #[test]
+    fn nobody_who_is_heard_makes_room() {
+        let mut senders = Senders::default();
+        let now = Instant::now();
+        let heard = |node| senders.is_news(NodeId(node), 9, now);
+        assert_eq!((1..100).map(heard).filter(|heard| *heard).count(), SENDERS_MAX);
     }
 
     #[test]

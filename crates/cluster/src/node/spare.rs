@@ -110,7 +110,7 @@ impl Node {
 
     /// When a suspecting spare may claim: see the essay on [`Node`].
     pub(super) fn claim_at(&self, f: &Following, suspicion: Suspicion) -> Nanos {
-        let own = f.ghost.unwrap_or_default().epoch;
+        let own = self.usable(f).unwrap_or_default().epoch;
         let far_behind = self.heard.values().any(|(at, beat)| {
             beat.role == BeatRole::SpareReady
                 && beat.term == f.term
@@ -205,13 +205,21 @@ impl Node {
         }
     }
 
+    /// What this spare could go on from: its ghost of this reign, or the one of the reign before
+    /// if this reign's primary has died before anybody heard its guest. Only an arbiter knows that:
+    /// it has this spare among the heirs until the new primary strikes it out, and nothing leaves
+    /// before that.
+    pub(super) fn usable(&self, f: &Following) -> Option<Position> {
+        f.ghost.or(f.inherited.filter(|_| self.config.has_arbiter))
+    }
+
     /// Why this spare must not claim, if it must not.
     pub(super) fn unfit(&self, f: &Following) -> Option<CannotTakeOver> {
         if mutate::is(Mutation::AnyGhost) {
             None
-        } else if f.ghost.is_none() {
+        } else if self.usable(f).is_none() {
             Some(CannotTakeOver::GhostIncomplete)
-        } else if !f.attached {
+        } else if f.ghost.is_some() && !f.attached {
             Some(CannotTakeOver::Detached)
         } else if self.seen > f.term {
             Some(CannotTakeOver::AnotherReigned)

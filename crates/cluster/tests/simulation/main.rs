@@ -204,6 +204,43 @@ fn a_failed_takeover_passes_to_the_next_spare() {
     });
 }
 
+/// Crashes the primary, and whoever takes over in the middle of that.
+fn takers_die(world: &mut World, most: usize) {
+    let old = a_primary_and_ready_spares(world);
+    world.crash(old, world.now.is_multiple_of(2), None);
+    for taken in 1..=most {
+        while world.takeovers.len() < taken {
+            world.run_until(world.now + MS / 10);
+        }
+        let taker = world.takeovers[taken - 1].1;
+        world.crash(taker, world.now.is_multiple_of(3), None);
+    }
+}
+
+#[test]
+fn who_takes_over_dies_and_another_goes_on() {
+    for arbiter in [Arbiter::Lease, Arbiter::Commit] {
+        for hosts in 3..=4 {
+            for_seeds(hosts, arbiter, |world| {
+                takers_die(world, hosts as usize - 2);
+                settle(world);
+                settle(world);
+                assert_eq!(world.running().len(), 1, "takeovers {:?}", world.takeovers);
+                assert_eq!(world.takeovers.len(), hosts as usize - 1);
+            });
+        }
+    }
+}
+
+#[test]
+fn without_an_arbiter_nobody_goes_on_from_the_reign_before() {
+    for_seeds(3, Arbiter::None, |world| {
+        takers_die(world, 1);
+        settle(world);
+        assert!(world.running().is_empty(), "the one that died may have been heard");
+    });
+}
+
 #[test]
 fn crash_after_crash_the_guest_lives_while_a_ready_spare_does() {
     for arbiter in [Arbiter::None, Arbiter::Lease, Arbiter::Commit] {

@@ -453,8 +453,8 @@ impl fmt::Display for Report {
                 (seen.resets, seen.errors, seen.lost, seen.duplicates);
             write!(
                 f,
-                "\n    clients saw: {resets} connections broke, {errors} replies were wrong or late, \
-                 {lost} writes are gone, {twice} were done twice"
+                "\n    clients saw: {resets} connections broke, {errors} replies were wrong or \
+                 late, {lost} writes are gone, {twice} were done twice"
             )?;
         }
         for slow in &seen.slow {
