@@ -3,9 +3,24 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use hotspare_kernel::netlink::{LinkIndex, Mac};
 use hotspare_kernel::{Result, socket};
+
+/// When an announcement is repeated, counted from the one before: a network may lose frames, and a
+/// neighbour that has heard none goes on sending to a dead host for up to a minute (RFC 5227, 2.3,
+/// repeats for the same reason).
+const AGAIN: [Duration; 5] = [
+    Duration::from_millis(20),
+    Duration::from_millis(80),
+    Duration::from_millis(400),
+    Duration::from_millis(1000),
+    Duration::from_millis(2000),
+];
+/// A thread that wakes so late has stood still. Another host may have the address since.
+const LATE_MAX: Duration = Duration::from_millis(50);
 
 pub(crate) const BROADCAST: Mac = [0xff; 6];
 /// ff02::1 as Ethernet sees it (RFC 2464).
@@ -113,9 +128,97 @@ impl FrameSender {
     }
 }
 
+/// Announces an address, and again some times as long as that is true.
+#[derive(Debug)]
+pub(crate) struct Announcer(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    sender: FrameSender,
+    frame: Vec<u8>,
+    /// Announcements so far, and ends of them.
+    round: Mutex<u64>,
+}
+
+impl Shared {
+    fn round(&self) -> MutexGuard<'_, u64> {
+        self.round.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Announcer {
+    pub(crate) fn new(sender: FrameSender, frame: Vec<u8>) -> Announcer {
+        Announcer(Arc::new(Shared { sender, frame, round: Mutex::default() }))
+    }
+
+    /// Sends one frame, and has it repeated. Fails if the first cannot be sent.
+    pub(crate) fn announce(&self) -> Result<()> {
+        let mut round = self.0.round();
+        *round += 1;
+        self.0.sender.send(&self.0.frame)?;
+        let own = *round;
+        // Whoever drops the announcer ends it: no thread keeps a namespace.
+        let shared = Arc::downgrade(&self.0);
+        let repeat = move || {
+            for gap in AGAIN {
+                let began = Instant::now();
+                std::thread::sleep(gap);
+                let Some(shared) = shared.upgrade() else { return };
+                let round = shared.round();
+                if *round != own || began.elapsed() > gap + LATE_MAX {
+                    return;
+                }
+                // As good as lost, and there are others.
+                let _ = shared.sender.send(&shared.frame);
+            }
+        };
+        // Without a thread for it the first has to do.
+        let _ = std::thread::Builder::new().name("announcer".into()).spawn(repeat);
+        Ok(())
+    }
+
+    /// The address is here no more: nothing is sent from here on.
+    pub(crate) fn hush(&self) {
+        *self.0.round() += 1;
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use nix::sched::{CloneFlags, unshare};
+
     use super::*;
+    use hotspare_kernel::netlink::Netlink;
+
+    #[test]
+    fn an_announcement_is_repeated_until_it_is_no_more_true() {
+        // On a thread of its own, in a network of its own.
+        unshare(CloneFlags::CLONE_NEWNET).expect("tests of networks need root");
+        let mut netlink = Netlink::open().unwrap();
+        let link = netlink.link("lo").unwrap().index;
+        netlink.set_up(link, true).unwrap();
+        let hearing = socket::create(libc::AF_PACKET, libc::SOCK_RAW, 0).unwrap();
+        let mut place = (libc::AF_PACKET as u16).to_ne_bytes().to_vec();
+        place.extend(ETHERTYPE_ARP.to_be_bytes());
+        place.extend(link.0.to_ne_bytes());
+        place.extend([0; 12]);
+        socket::bind(hearing.as_fd(), &place).unwrap();
+        let hears = |within_ms| {
+            let _ = socket::poll_for(hearing.as_fd(), libc::POLLIN, within_ms);
+            socket::receive_from(hearing.as_fd(), 256, libc::MSG_DONTWAIT).unwrap().is_some()
+        };
+
+        let sender = FrameSender::open(link).unwrap();
+        let announcer = Announcer::new(sender, gratuitous_arp(Ipv4Addr::LOCALHOST, MAC));
+        announcer.announce().unwrap();
+        // A frame is seen when it leaves and when it comes.
+        for _ in 0..4 {
+            assert!(hears(60_000), "the second announcement never came");
+        }
+        announcer.hush();
+        while hears(0) {}
+        assert!(!hears(1_500), "said though it is not true");
+    }
 
     const MAC: Mac = [2, 0, 0, 0, 0, 9];
 

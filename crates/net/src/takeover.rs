@@ -31,7 +31,7 @@ use hotspare_kernel::netlink::{Link, LinkIndex, Mac, Netlink, VethPair};
 use hotspare_kernel::tun::Tun;
 use nix::sched::{CloneFlags, setns};
 
-use crate::announce::{FrameSender, frame};
+use crate::announce::{Announcer, FrameSender, frame};
 use crate::gate::Gate;
 use crate::relay::Relay;
 
@@ -199,8 +199,7 @@ pub struct ServiceNetwork {
     host_end: LinkIndex,
     /// The bridge, or the parent.
     outer: Link,
-    sender: FrameSender,
-    frame: Vec<u8>,
+    announcer: Announcer,
     announced: bool,
     /// The host's end is down.
     cut_off: bool,
@@ -247,15 +246,14 @@ impl ServiceNetwork {
                     Uplink::Bridge { .. } => service.guest_mac(),
                     Uplink::Routed { .. } | Uplink::Gated { .. } => outer.mac,
                 };
-                let frame = frame(service.address, mac);
+                let announcer = Announcer::new(sender, frame(service.address, mac));
                 Ok(Self {
                     service,
                     uplink,
                     netlink,
                     host_end,
                     outer,
-                    sender,
-                    frame,
+                    announcer,
                     announced: false,
                     cut_off: false,
                     lent: false,
@@ -270,8 +268,9 @@ impl ServiceNetwork {
         }
     }
 
-    /// Connects the address to the world and tells the neighbours. Gives the time it took.
-    /// Can be done again: then only the neighbours are told once more, in case a frame was lost.
+    /// Connects the address to the world and tells the neighbours, in the next seconds some times
+    /// more, as long as it stays here. Gives the time the first took. Can be done again: then only
+    /// the neighbours are told once more.
     pub fn announce(&mut self) -> Result<Duration> {
         let start = Instant::now();
         if !self.announced {
@@ -281,7 +280,7 @@ impl ServiceNetwork {
             self.answer(true)?;
         }
         self.lent = false;
-        self.sender.send(&self.frame).map_err(doing("tell the neighbours"))?;
+        self.announcer.announce().map_err(doing("tell the neighbours"))?;
         Ok(start.elapsed())
     }
 
@@ -320,6 +319,7 @@ impl ServiceNetwork {
     pub fn lend(&mut self) -> Result<()> {
         if self.announced && !self.lent {
             self.lent = true;
+            self.announcer.hush();
             self.answer(false)?;
         }
         Ok(())
@@ -346,6 +346,7 @@ impl ServiceNetwork {
         }
         let (address, end) = (self.service.address, self.host_end);
         self.announced = false;
+        self.announcer.hush();
         self.cut_off = true;
         let lent = std::mem::take(&mut self.lent);
         // The routes through the end go with it.
