@@ -306,6 +306,10 @@ impl Primary {
 
     fn spare_in(&mut self, spare: SpareIn) -> anyhow::Result<()> {
         let SpareIn { heart, listens, stream, version, .. } = spare;
+        if self.reach.contains_key(&spare.node) {
+            // The end of its stream before is told later, and then no more of its business.
+            self.leave(spare.node);
+        }
         self.reach.insert(spare.node, Reach { heart, listens, stream, version });
         self.door.tell(spare.node, spare.sender.packets());
         self.maker.join(spare.node, spare.sender);

@@ -24,13 +24,13 @@ pub struct BatchArguments {
     #[arg(long, default_value_t = 100)]
     epoch_ms: u64,
     /// Runs of each, in turns
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 20)]
     rounds: usize,
 }
 
 impl BatchArguments {
     pub fn with(common: Common) -> BatchArguments {
-        BatchArguments { common, threads: vec![1, 2], epoch_ms: 100, rounds: 5 }
+        BatchArguments { common, threads: vec![1, 2], epoch_ms: 100, rounds: 20 }
     }
 }
 

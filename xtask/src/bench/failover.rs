@@ -30,7 +30,7 @@ pub struct FailoverArguments {
     #[arg(long, default_value = "timeline", value_parser = ["timeline", "output-commit"])]
     guarantee: String,
     /// Kills of each
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, default_value_t = 20)]
     count: usize,
     /// Milliseconds between two checkpoints
     #[arg(long, default_value_t = 100)]
@@ -48,7 +48,7 @@ impl FailoverArguments {
             keys: vec![1000, 10_000, 100_000, 1_000_000, 10_000_000],
             dies: vec![Victim::Host],
             guarantee: "timeline".to_owned(),
-            count: 10,
+            count: 20,
             epoch_ms: 100,
             rate: 1000.0,
         }

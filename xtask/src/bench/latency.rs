@@ -29,7 +29,7 @@ pub struct LatencyArguments {
     #[arg(long, default_value_t = 100)]
     epoch_ms: u64,
     /// Seconds measured for each load
-    #[arg(long, default_value_t = 5.0)]
+    #[arg(long, default_value_t = 60.0)]
     seconds: f64,
     /// How often everything is measured
     #[arg(long, default_value_t = 1)]
@@ -73,7 +73,7 @@ impl LatencyArguments {
             servers: vec![],
             connections: 64,
             epoch_ms: 100,
-            seconds: 5.0,
+            seconds: 60.0,
             rounds: 1,
             no_timeline: false,
         }

@@ -44,7 +44,7 @@ pub struct OverheadArguments {
     #[arg(long, default_value_t = 3.0)]
     seconds: f64,
     /// How often everything is measured, in turns
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 20)]
     rounds: usize,
     /// Measures nothing: makes tables and plots of what an earlier run with the same arguments has
     /// left
@@ -64,7 +64,7 @@ impl OverheadArguments {
             interval_ms: 100,
             intervals_ms: vec![50, 100, 200, 500, 1000, 2000],
             seconds: 3.0,
-            rounds: 5,
+            rounds: 20,
             from: None,
         }
     }

@@ -31,7 +31,7 @@ pub struct SentinelArguments {
     #[arg(long, default_value_t = 100)]
     sentinel_ms: u64,
     /// Deaths of each, in turns
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, default_value_t = 20)]
     count: usize,
 }
 
@@ -44,7 +44,7 @@ impl SentinelArguments {
             clients: 8,
             epoch_ms: 100,
             sentinel_ms: 100,
-            count: 10,
+            count: 20,
         }
     }
 }

@@ -34,7 +34,7 @@ pub struct YcsbArguments {
     #[arg(long, value_delimiter = ',', default_value = "1000,5000,20000,100000")]
     sizes: Vec<u64>,
     /// How often everything is measured, in turns
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 20)]
     rounds: usize,
 }
 
@@ -47,7 +47,7 @@ impl YcsbArguments {
             threads: 16,
             intervals_ms: vec![50, 100, 200, 500, 1000, 2000],
             sizes: vec![1000, 5000, 20_000, 100_000],
-            rounds: 3,
+            rounds: 20,
         }
     }
 
