@@ -388,6 +388,24 @@ fn a_page_of_a_file_that_is_given_back_shows_the_file_again() {
     compare_mapper(GIVE_BACK);
 }
 
+/// Writes to a private mapping of a file that is tracked and has been copied, and maps another one
+/// right behind it, which is not.
+const BEHIND: &str = r#"
+exe = os.open("/proc/self/exe", os.O_RDONLY)
+a = libc.mmap(None, 32 * P, 0, 0x22, -1, 0)
+assert libc.mmap(a, 16 * P, 3, 0x12, exe, 0) == a
+ctypes.memset(a, 1, 16 * P)
+await_copied(a)
+ctypes.memset(a, 7, 4 * P)
+assert libc.mmap(a + 16 * P, 16 * P, 3, 0x12, exe, 0) == a + 16 * P
+rest()
+"#;
+
+#[test]
+fn no_write_is_lost_where_a_new_mapping_of_a_file_comes_behind_the_one_that_has_it() {
+    compare_mapper(BEHIND);
+}
+
 /// Maps droppable memory where ordinary memory was that has been copied.
 const DROP: &str = r#"
 a = libc.mmap(None, 16 * P, 3, 0x22, -1, 0)

@@ -254,9 +254,10 @@ impl Space {
         for group in lines.chunk_by(|one, other| one.end == other.start && alike(one, other)) {
             let (start, end) = (group[0].start, group[group.len() - 1].end);
             let suspect = !suspects.within(start, end).is_empty();
+            let mut armed_in_part = false;
             if !suspect && group.len() > 1 {
                 match self.scan_group(group, &mut found) {
-                    Ok(false) => {}
+                    Ok(false) => armed_in_part = tracked(&group[0]) != ANONYMOUS,
                     Ok(true) => continue,
                     Err(error) => {
                         self.suspect(start, end, &mut found);
@@ -266,7 +267,7 @@ impl Space {
                 }
             }
             for line in group {
-                let suspect = !suspects.within(line.start, line.end).is_empty();
+                let suspect = armed_in_part || !suspects.within(line.start, line.end).is_empty();
                 if let Err(error) = self.scan_line(line, suspect, &mut found) {
                     self.suspect(line.start, line.end, &mut found);
                     failed = Err(error);
@@ -308,8 +309,8 @@ impl Space {
         Ok(())
     }
 
-    /// What the kernel armed again before a scan failed is not known: all of the range counts as
-    /// written at the next scan.
+    /// What the kernel armed again before a scan failed, or came to a mapping that is not tracked,
+    /// is not known: all of the range counts as written at the next stop.
     fn suspect(&mut self, start: u64, end: u64, found: &mut Found) {
         self.suspects = self.suspects.with(&merge_sorted(vec![(start, end)]));
         for (at, bytes) in self.in_files.within(start, end) {
@@ -357,15 +358,19 @@ impl Space {
                 if !suspect && self.scan_private(range, file, found)? {
                     return Ok(());
                 }
-                match self.stopped {
-                    true => self.scan_fresh(line, file, found),
-                    false => self.count_untracked(range, file, &mut found.regions),
+                if self.stopped {
+                    return self.scan_fresh(line, file, found);
                 }
+                if file {
+                    self.suspect(line.start, line.end, found);
+                }
+                self.count_untracked(range, file, &mut found.regions)
             }
         }
     }
 
-    /// Scans neighbours in one go; false if one of them is fresh.
+    /// Scans neighbours in one go; false if one of them is fresh. Where they are of files, those
+    /// before it may have been armed by then, and what was written in them is not told.
     fn scan_group(&mut self, group: &[MapLine], found: &mut Found) -> ObjectResult<bool> {
         let Tracked::Private { file } = tracked(&group[0]) else { return Ok(false) };
         self.scan_private((group[0].start, group[group.len() - 1].end), file, found)
