@@ -150,8 +150,8 @@ struct Following {
     /// As the primary told us, see [`Member::stands_by`].
     stands_by: bool,
     ghost: Option<Position>,
-    /// The ghost of the reign before, while it was fit: it counts again if this reign's primary
-    /// never let its own go, or died before its guest was heard (see [`Node::usable`]).
+    /// The ghost of the reign or stream before, while it was fit: it counts again if this reign's
+    /// primary never let its own go, or died before its guest was heard (see [`Node::usable`]).
     inherited: Option<Position>,
     /// Silence counts from the first heartbeat on; before it, datagrams may be blocked.
     heard_at: Option<Nanos>,
@@ -454,8 +454,8 @@ impl Node {
     fn follow(&mut self, now: Nanos, beat: Beat, out: &mut Vec<Action>) {
         let (inherited, rank) = match &self.state {
             State::Following(f) if f.attached && f.ghost.is_some() => (f.ghost, f.rank),
-            // Two in a row that died while they took over.
-            State::Following(f) => (f.inherited.filter(|_| self.config.has_arbiter), f.rank),
+            // Of a broken stream; or two in a row have died while they took over.
+            State::Following(f) => (self.usable(f).filter(|_| self.config.has_arbiter), f.rank),
             _ => (None, RANKS_MAX),
         };
         let following = Following::new(Some(now), beat.from, beat.term);

@@ -212,6 +212,11 @@ impl Node {
                     self.primary_gone(now, peer, SuspectCause::Silence, out);
                 }
                 Closed::Goodbye | Closed::ByUs | Closed::Silent => {
+                    if let Some(Claim { term, .. }) = f.claim.take_if(|claim| claim.offered) {
+                        // To the primary that leaves, too, this says that we will not reign in that
+                        // term, even if the arbiter is about to give it.
+                        self.seen = self.seen.max(term);
+                    }
                     let gone = match (f.suspicion.map(|s| s.cause), how) {
                         (Some(SuspectCause::Silence), Closed::Goodbye) | (None, _) => false,
                         (Some(_), _) => true,

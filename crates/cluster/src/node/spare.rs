@@ -142,11 +142,12 @@ impl Node {
             self.config.quorum = quorum;
             let (heard_at, inherited) = match &self.state {
                 State::Following(f) if f.primary == primary && f.term == term => {
-                    (f.heard_at.map(|_| now), f.inherited)
+                    let before = f.ghost.filter(|_| self.config.has_arbiter);
+                    (f.heard_at.map(|_| now), before.or(f.inherited))
                 }
                 _ => (None, None),
             };
-            // A ghost of before is not one of this stream: a full checkpoint follows.
+            // A ghost of before is not one of this stream: all of a checkpoint follows.
             let following = Following::new(heard_at, primary, term);
             self.state =
                 State::Following(Following { rank, attached: true, inherited, ..following });
@@ -205,10 +206,10 @@ impl Node {
         }
     }
 
-    /// What this spare could go on from: its ghost of this reign, or the one of the reign before
-    /// if this reign's primary has died before anybody heard its guest. Only an arbiter knows that:
-    /// it has this spare among the heirs until the new primary strikes it out, and nothing leaves
-    /// before that.
+    /// What this spare could go on from: its ghost of this stream; or the one that it has had
+    /// before, of an earlier stream or of the reign before, if nobody has heard the primary's guest
+    /// since. Only an arbiter knows that: it has this spare among the heirs until the primary
+    /// strikes it out, and nothing leaves before that.
     pub(super) fn usable(&self, f: &Following) -> Option<Position> {
         f.ghost.or(f.inherited.filter(|_| self.config.has_arbiter))
     }
@@ -219,9 +220,9 @@ impl Node {
             None
         } else if self.usable(f).is_none() {
             Some(CannotTakeOver::GhostIncomplete)
-        } else if f.ghost.is_some() && !f.attached {
+        } else if !f.attached && !self.config.has_arbiter {
             Some(CannotTakeOver::Detached)
-        } else if self.seen > f.term {
+        } else if self.seen > f.term && !self.config.has_arbiter {
             Some(CannotTakeOver::AnotherReigned)
         } else if f.stands_by && !self.config.has_arbiter {
             Some(CannotTakeOver::StandsBy)

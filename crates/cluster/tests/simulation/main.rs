@@ -233,6 +233,24 @@ fn who_takes_over_dies_and_another_goes_on() {
 }
 
 #[test]
+fn a_spare_whose_stream_broke_goes_on_if_nobody_was_heard_since() {
+    for_seeds(2, Arbiter::Commit, |world| {
+        let old = a_primary_and_ready_spares(world);
+        let spare = world.with_role(Role::Spare)[0];
+        // So the primary cannot strike the spare out, nor have it back.
+        world.cut_arbiter(old);
+        world.break_stream(old, spare);
+        world.cut(old, spare);
+        let gap = world.dice.below(300 * MS);
+        world.run_until(world.now + gap);
+        world.crash(old, true, None);
+        settle(world);
+        settle(world);
+        assert_eq!(world.running(), [spare]);
+    });
+}
+
+#[test]
 fn without_an_arbiter_nobody_goes_on_from_the_reign_before() {
     for_seeds(3, Arbiter::None, |world| {
         takers_die(world, 1);
@@ -356,7 +374,7 @@ fn chaos(world: &mut World, cuts: bool) {
         }
         let a = hosts[world.dice.below(hosts.len() as u64) as usize];
         let b = hosts[world.dice.below(hosts.len() as u64) as usize];
-        match world.dice.below(if cuts { 11 } else { 5 }) {
+        match world.dice.below(if cuts { 12 } else { 5 }) {
             0 => world.crash(a, true, Some(300 * MS)),
             1 => world.crash(a, false, Some(300 * MS)),
             2 => world.deliver(a, Event::SwitchoverAsked(None)),
@@ -370,6 +388,10 @@ fn chaos(world: &mut World, cuts: bool) {
             7 => world.heal(),
             8 => world.cut_all_from_arbiter(),
             10 => world.isolate(a),
+            11 => {
+                let primary = world.primary();
+                primary.into_iter().for_each(|primary| world.break_stream(primary, a));
+            }
             9 => {
                 let dead = world.dead();
                 if let Some(id) = dead.first() {
@@ -494,17 +516,17 @@ fn anything_may_happen() {
 
 /// Rules broken on purpose, each with a seed that notices.
 const NOTICED: [(Mutation, u64); 12] = [
-    (Mutation::OldTerm, 100),
-    (Mutation::NoWait, 13),
-    (Mutation::NoHeir, 116),
-    (Mutation::NoGrace, 21832),
-    (Mutation::NoExpiry, 154),
-    (Mutation::NoLease, 153),
+    (Mutation::OldTerm, 802),
+    (Mutation::NoWait, 6),
+    (Mutation::NoHeir, 56),
+    (Mutation::NoGrace, 10_100),
+    (Mutation::NoExpiry, 30),
+    (Mutation::NoLease, 213),
     (Mutation::NoCommit, 0),
-    (Mutation::NoStrike, 104),
+    (Mutation::NoStrike, 24),
     (Mutation::NoDeposition, 15),
-    (Mutation::StaleClaim, 15),
-    (Mutation::AnyGhost, 123),
+    (Mutation::StaleClaim, 23),
+    (Mutation::AnyGhost, 1076),
     (Mutation::EarlyHeir, 56),
 ];
 

@@ -547,6 +547,16 @@ impl World {
         self.send(id, peer, Event::StreamClosed { peer: id, how });
     }
 
+    /// A wrong bit, say: the spare gives the stream up, if there is one, and dials anew.
+    pub fn break_stream(&mut self, primary: NodeId, spare: NodeId) {
+        let both = [(primary, spare), (spare, primary)];
+        if both.iter().filter(|ends| self.streams.remove(ends).is_some()).count() == 2 {
+            self.note(format!("the stream between {primary} and {spare} breaks"));
+            self.deliver(spare, Event::StreamClosed { peer: primary, how: Closed::ByUs });
+            self.deliver(primary, Event::StreamClosed { peer: spare, how: Closed::ByPeer });
+        }
+    }
+
     fn peers_of(&self, id: NodeId) -> BTreeSet<NodeId> {
         let ends = self.streams.keys();
         ends.filter_map(|(from, to)| match (*from == id, *to == id) {
