@@ -389,11 +389,11 @@ pub enum SuspectCause {
 /// Why a spare does not replace a primary that is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CannotTakeOver {
-    /// It never had a complete ghost of that reign.
+    /// It never had a complete ghost of that reign, nor one of before that an arbiter might take.
     GhostIncomplete,
-    /// Its stream had ended before, so the ghost is older than one epoch.
+    /// Its stream had ended before, so the ghost is older than one epoch. Only without an arbiter.
     Detached,
-    /// Another node has reigned since.
+    /// Another node has reigned since. Only without an arbiter.
     AnotherReigned,
     /// Output did not wait for it: clients may have seen what it does not know.
     StandsBy,
