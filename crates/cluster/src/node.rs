@@ -109,14 +109,14 @@ pub struct Status {
 /// ```
 ///
 /// A spare claims the next term when its primary is gone (silent, agent dead, guest dead, fenced)
-/// *and* it holds a complete ghost of that very reign *and* its stream lasted until the primary was
-/// gone *and* output waited for it. Where there is an arbiter, that is asked also by one that only
-/// stands by, whose stream broke, or whose ghost is of a reign or stream before: the arbiter knows
-/// whether the primary had gone on without it ([`Node::usable`]). Output waits for the spares of the lowest ranks, as many as the quorum
-/// wants, each until it is gone. A spare of rank *r* waits *r* silences first; one that knows of a
-/// spare more than an epoch ahead, or only stands by, waits [`RANKS_MAX`] more for each. So all
-/// waiting times differ, whatever each believes, and whoever comes first is heard by the others
-/// before their time is up.
+/// *and* it holds a complete ghost of that very reign *and* its stream lasted until the primary
+/// was gone *and* output waited for it. Where there is an arbiter, that is asked also by one that
+/// only stands by, whose stream broke, or whose ghost is of a reign or stream before: the arbiter
+/// knows whether the primary had gone on without it (`Node::usable`). Output waits for the
+/// spares of the lowest ranks, as many as the quorum wants, each until it is gone. A spare of rank
+/// *r* waits *r* silences first; one that knows of a spare more than an epoch ahead, or only
+/// stands by, waits [`RANKS_MAX`] more for each. So all waiting times differ, whatever each
+/// believes, and whoever comes first is heard by the others before their time is up.
 ///
 /// A primary is deposed by any heartbeat of a newer reign. Reigns are ordered by term, then by
 /// node: with an arbiter no term is given twice, without one (`none`) two cut-off spares can take
