@@ -19,7 +19,8 @@ const AGAIN: [Duration; 5] = [
     Duration::from_millis(1000),
     Duration::from_millis(2000),
 ];
-/// A thread that wakes so late has stood still. Another host may have the address since.
+/// A thread that wakes so late may have stood still with its agent, and another host may have the
+/// address since: that one repetition is left out. Until the next the agent has heard of it.
 const LATE_MAX: Duration = Duration::from_millis(50);
 
 pub(crate) const BROADCAST: Mac = [0xff; 6];
@@ -165,8 +166,11 @@ impl Announcer {
                 std::thread::sleep(gap);
                 let Some(shared) = shared.upgrade() else { return };
                 let round = shared.round();
-                if *round != own || began.elapsed() > gap + LATE_MAX {
+                if *round != own {
                     return;
+                }
+                if began.elapsed() > gap + LATE_MAX {
+                    continue;
                 }
                 // As good as lost, and there are others.
                 let _ = shared.sender.send(&shared.frame);
