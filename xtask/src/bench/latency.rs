@@ -28,7 +28,7 @@ pub struct LatencyArguments {
     /// Milliseconds between two checkpoints where output does not want one sooner
     #[arg(long, default_value_t = 100)]
     epoch_ms: u64,
-    /// Seconds measured for each load
+    /// Seconds measured for each load; half of it before and half after without protection
     #[arg(long, default_value_t = 60.0)]
     seconds: f64,
     /// How often everything is measured
@@ -86,11 +86,14 @@ impl LatencyArguments {
     }
 
     /// With loads that fit into the minutes that there are: three for each of the ways a server is
-    /// kept, and a quarter more before each.
+    /// kept, without protection half as long before and after the others, and some seconds more
+    /// before each.
     fn fitting(&self) -> LatencyArguments {
-        let ways = if self.no_timeline { 3 } else { 4 };
-        let labs = (self.chosen().count() * ways * self.rounds) as f64;
-        let seconds = self.common.seconds("latency", self.seconds, labs * 3.75, labs * 3.0);
+        let ways = if self.no_timeline { 2 } else { 3 };
+        let servers = self.chosen().count() * self.rounds;
+        let labs = (servers * (ways + 1)) as f64;
+        let loads = (servers * ways * 3) as f64;
+        let seconds = self.common.seconds("latency", self.seconds, loads, labs * 12.0);
         LatencyArguments { seconds, ..self.clone() }
     }
 
@@ -102,7 +105,12 @@ impl LatencyArguments {
         unprotected_per_s: Option<f64>,
     ) -> LatencyBench {
         let words = |guarantee: &str| vec!["--guarantee".to_owned(), guarantee.to_owned()];
-        let seconds = if self.common.quick { 0.3 } else { self.seconds };
+        let seconds = match guarantee {
+            _ if self.common.quick => 0.3,
+            // There are two of these.
+            None => self.seconds / 2.0,
+            Some(_) => self.seconds,
+        };
         LatencyBench {
             server,
             protection: guarantee.map(|guarantee| (hotspare.to_owned(), words(guarantee))),
@@ -143,11 +151,11 @@ pub fn latencies(arguments: &LatencyArguments) -> Result<()> {
          the latest every {} ms. Seldom: one connection, 50 requests a second. Half load: {} \
          connections at a steady rate, half of what the unprotected server did just before. \
          Saturated: as many connections, each as fast as replies come. Latency counts from when a \
-         request was due, under the highest load from when it was sent. Each server is measured \
-         unprotected before and after; loss is against \
-         the mean of both. Every reply is checked. Clients, server, both agents and the ghost \
-         share the processors.",
-        arguments.epoch_ms, arguments.connections
+         request was due, under the highest load from when it was sent. Each load lasts {} s; \
+         each server is measured unprotected before and after, half as long each time; loss is \
+         against the mean of both. Every reply is checked. Clients, server, both agents and the \
+         ghost share the processors.",
+        arguments.epoch_ms, arguments.connections, arguments.seconds
     );
     println!("\n{}", parts.text);
     let text = format!(

@@ -38,10 +38,10 @@ pub struct OverheadArguments {
     #[arg(long, default_value_t = 100)]
     interval_ms: u64,
     /// Milliseconds between two checkpoints or images of the second table
-    #[arg(long, value_delimiter = ',', default_value = "50,100,200,500,1000,2000")]
+    #[arg(long, value_delimiter = ',', default_value = "50,200,500,2000")]
     intervals_ms: Vec<u64>,
     /// Seconds measured for each load
-    #[arg(long, default_value_t = 3.0)]
+    #[arg(long, default_value_t = 1.0)]
     seconds: f64,
     /// How often everything is measured, in turns
     #[arg(long, default_value_t = 20)]
@@ -62,8 +62,8 @@ impl OverheadArguments {
             connections: 32,
             rate: 2000.0,
             interval_ms: 100,
-            intervals_ms: vec![50, 100, 200, 500, 1000, 2000],
-            seconds: 3.0,
+            intervals_ms: vec![50, 200, 500, 2000],
+            seconds: 1.0,
             rounds: 20,
             from: None,
         }

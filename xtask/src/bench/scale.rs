@@ -51,7 +51,7 @@ pub struct ScaleArguments {
     /// Instead of the values of each
     #[arg(long, value_delimiter = ',')]
     values: Vec<u64>,
-    /// Seconds measured for each value; up to six times as long until there are 20 checkpoints
+    /// Seconds measured for each value; up to ten times as long until there are 20 checkpoints
     #[arg(long, default_value_t = 5.0)]
     seconds: f64,
 }

@@ -40,9 +40,9 @@ impl BatchProgram {
     /// golden copy.
     pub fn size(self, is_short: bool) -> u64 {
         match (self, is_short) {
-            (BatchProgram::Swaptions, false) => 200_000,
+            (BatchProgram::Swaptions, false) => 60_000,
             (BatchProgram::Swaptions, true) => 4000,
-            (BatchProgram::Streamcluster, false) => 100,
+            (BatchProgram::Streamcluster, false) => 50,
             (BatchProgram::Streamcluster, true) => 4,
         }
     }

@@ -20,6 +20,8 @@ use crate::protected::{Engine, HANG, wait_for_service};
 
 /// Requests a second of the client that comes seldom.
 const SELDOM_PER_S: f64 = 50.0;
+/// Before it is measured a load runs for a quarter of its length, and no longer than this.
+const WARM_AT_MOST: Duration = Duration::from_secs(3);
 /// What every request asks for or writes.
 const VALUE_BYTES: usize = 64;
 /// Of a store.
@@ -138,7 +140,7 @@ impl Bed {
         let client = self.stage.lab.client();
         let load = Load::start_together(client, self.stage.service, pace, sessions, HANG);
         // What connecting and filling has left behind is not measured.
-        (Instant::now() + length / 4).sleep_until();
+        (Instant::now() + (length / 4).min(WARM_AT_MOST)).sleep_until();
         let used =
             || [Some(&self.primary), self.spare.as_ref()].into_iter().flatten().map(used_s).sum();
         let (start, before): (Instant, f64) = (Instant::now(), used());
