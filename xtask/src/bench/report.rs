@@ -146,16 +146,10 @@ impl Report {
 
     /// Writes JSON and plots, and `text` with where it comes from between the marks of `place` in
     /// docs/benchmarks.md, if wanted.
-    pub fn finish(self, place: &str, text: &str) -> Result<()> {
-        let dir = self.dir();
-        fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+    pub fn finish(mut self, place: &str, text: &str) -> Result<()> {
         let name = place.replace(' ', "-");
-        let all = json!({
-            "suite": self.suite, "about": self.about, "results": self.results,
-        });
-        let path = dir.join(format!("{name}.json"));
-        let all = serde_json::to_string_pretty(&all).context("write JSON")?;
-        fs::write(&path, all + "\n").with_context(|| format!("write {}", path.display()))?;
+        let results = std::mem::take(&mut self.results);
+        let dir = self.keep(&name, &results)?;
         let mut text = format!("{}\n{text}", self.about.text());
         for plot in &self.plots {
             let file = format!("{name}-{}.svg", plot.name);
@@ -171,6 +165,17 @@ impl Report {
         finish(place, &text, self.common.write)
     }
 
+    /// Writes what was measured as JSON; says where.
+    fn keep(&self, name: &str, results: &[Value]) -> Result<PathBuf> {
+        let dir = self.dir();
+        fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+        let all = json!({ "suite": self.suite, "about": self.about, "results": results });
+        let path = dir.join(format!("{name}.json"));
+        let all = serde_json::to_string_pretty(&all).context("write JSON")?;
+        fs::write(&path, all + "\n").with_context(|| format!("write {}", path.display()))?;
+        Ok(dir)
+    }
+
     /// `bench/results/DATE-HOST-KERNEL`; what shows only that it runs stays in `target`.
     fn dir(&self) -> PathBuf {
         if self.common.quick {
@@ -179,6 +184,21 @@ impl Report {
         let Provenance { date, host, kernel, .. } = &self.about;
         let day = date.split(' ').next().unwrap_or_default();
         tree::root().join("bench/results").join(format!("{day}-{host}-{kernel}"))
+    }
+}
+
+/// A suite that fails after an hour leaves what it has measured by then.
+impl Drop for Report {
+    fn drop(&mut self) {
+        let results = std::mem::take(&mut self.results);
+        if results.is_empty() {
+            return;
+        }
+        let name = format!("{}-unfinished", self.suite);
+        match self.keep(&name, &results) {
+            Ok(dir) => println!("\nwhat was measured so far: {}/{name}.json", dir.display()),
+            Err(error) => println!("\nwhat was measured so far is lost: {error:#}"),
+        }
     }
 }
 
