@@ -25,6 +25,8 @@ use crate::lab::{LabError, Line, Process};
 pub const STREAM_PORT: u16 = 7070;
 /// Longest wait for anything that should take milliseconds. A hang, not a measure.
 pub const HANG: Duration = Duration::from_secs(60);
+/// What agents are told that are not to take anybody for dead soon.
+const PATIENT: [&str; 2] = ["--silence", "2s"];
 
 /// What `hotspare --json` says.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
@@ -107,6 +109,18 @@ impl Engine {
     /// Starts a spare; returns when it listens.
     pub fn spare(&self, host: &Host) -> Result<Process, LabError> {
         self.spare_with(host, &[])
+    }
+
+    /// For loads in which nobody dies: a host that the machine below does not run for a moment is
+    /// not taken for dead. Goes with [`Engine::patient_spare`].
+    pub fn patient(mut self) -> Engine {
+        self.more.extend(PATIENT.map(str::to_owned));
+        self
+    }
+
+    /// Starts a spare of [`Engine::patient`].
+    pub fn patient_spare(&self, host: &Host) -> Result<Process, LabError> {
+        self.spare_with(host, &PATIENT)
     }
 
     /// Starts a spare with more arguments; returns when it listens.

@@ -23,7 +23,7 @@ pub struct LatencyArguments {
     #[arg(long = "server", value_parser = SERVERS)]
     servers: Vec<String>,
     /// Connections of the steady and of the highest load
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 128)]
     connections: usize,
     /// Milliseconds between two checkpoints where output does not want one sooner
     #[arg(long, default_value_t = 100)]
@@ -71,7 +71,7 @@ impl LatencyArguments {
         LatencyArguments {
             common,
             servers: vec![],
-            connections: 64,
+            connections: 128,
             epoch_ms: 100,
             seconds: 60.0,
             rounds: 1,

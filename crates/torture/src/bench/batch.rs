@@ -90,8 +90,8 @@ pub fn batch(bench: &BatchBench) -> Result<BatchResult, LabError> {
             let (binary, more) = (binary.clone(), more.clone());
             let (epoch, replicated) = (bench.epoch, vec![]);
             let service_cidr = Some(SERVICE_CIDR.to_owned());
-            let engine = Engine { binary, epoch, service_cidr, replicated, more };
-            let spare = engine.spare(lab.host(1))?;
+            let engine = Engine { binary, epoch, service_cidr, replicated, more }.patient();
+            let spare = engine.patient_spare(lab.host(1))?;
             let begin = begin(&lab)?;
             (Some(spare), engine.run(lab.host(0), &[lab.host(1)], &command)?, begin)
         }

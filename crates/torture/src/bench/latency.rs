@@ -127,8 +127,8 @@ fn protected(
 ) -> Result<(Option<Process>, Process), LabError> {
     let replicated = program.writes.then(|| WORK_DIR.to_owned()).into_iter().collect();
     let service_cidr = Some(SERVICE_CIDR.to_owned());
-    let engine = Engine { binary, epoch: bench.epoch, service_cidr, replicated, more };
-    let spare = engine.spare(stage.lab.host(1))?;
+    let engine = Engine { binary, epoch: bench.epoch, service_cidr, replicated, more }.patient();
+    let spare = engine.patient_spare(stage.lab.host(1))?;
     let primary = engine.run(stage.lab.host(0), &[stage.lab.host(1)], &program.command)?;
     Ok((Some(spare), primary))
 }

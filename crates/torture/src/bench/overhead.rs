@@ -231,8 +231,9 @@ pub(super) fn make_bed(bench: &OverheadBench) -> Result<Bed, LabError> {
                 service_cidr: Some(SERVICE_CIDR.to_owned()),
                 replicated: vec![],
                 more: more.iter().map(|word| (*word).to_owned()).collect(),
-            };
-            let spare = engine.spare(lab.host(1))?;
+            }
+            .patient();
+            let spare = engine.patient_spare(lab.host(1))?;
             (Some(spare), engine.run(lab.host(0), &[lab.host(1)], &redis)?)
         }
         None => {

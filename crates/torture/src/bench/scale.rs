@@ -17,8 +17,6 @@ use crate::protected::{Engine, HANG, wait_for_service};
 const PORT: u16 = 5000;
 /// Filling and first shipping of the largest guest.
 const READY_AT_MOST: Duration = Duration::from_secs(300);
-/// Nobody dies here, but primary, spare and the largest guests share their processors.
-const SILENCE: [&str; 2] = ["--silence", "2s"];
 /// Fewer checkpoints than these make no median; a guest that gets them late is measured longer.
 const EPOCHS_WANTED: usize = 20;
 /// Times the length that was asked for.
@@ -68,9 +66,10 @@ pub fn scale(bench: &ScaleBench) -> Result<ScaleResult, LabError> {
         epoch: bench.epoch,
         service_cidr: Some(SERVICE_CIDR.to_owned()),
         replicated: vec![],
-        more: SILENCE.map(str::to_owned).to_vec(),
-    };
-    let spare = engine.spare_with(lab.host(1), &SILENCE)?;
+        more: vec![],
+    }
+    .patient();
+    let spare = engine.patient_spare(lab.host(1))?;
     let mut guest = vec![bench.load.display().to_string()];
     guest.extend(bench.words.iter().cloned());
     guest.extend(["--port".to_owned(), PORT.to_string()]);

@@ -205,11 +205,12 @@ pub fn weigh(bench: &YcsbBench) -> Result<Weight, LabError> {
         service_cidr: Some(SERVICE_CIDR.to_owned()),
         replicated: vec![],
         more: vec![],
-    };
+    }
+    .patient();
     let primary = engine.run(lab.host(0), &[lab.host(1)], &super::redis())?;
     wait_for_service(lab.client(), (SERVICE_V4, PORT).into(), HANG)?;
     work(&lab, bench, "load", 0.0)?;
-    let _spare = engine.spare(lab.host(1))?;
+    let _spare = engine.patient_spare(lab.host(1))?;
     Engine::protected(&primary)?;
     let full_bytes = first_bytes(&primary)?;
     let start = Instant::now();
