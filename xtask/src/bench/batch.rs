@@ -99,10 +99,8 @@ pub fn batches(arguments: &BatchArguments) -> Result<()> {
 /// Over the programs: what each run took longer than the one of its round without protection, and
 /// the processor time that this was.
 fn plot(runs: &[(BatchProgram, usize, Vec<Vec<BatchResult>>)]) -> Plot {
-    let name = |(program, threads, _): &(BatchProgram, usize, _)| {
-        let s = if *threads == 1 { "" } else { "s" };
-        format!("{}, {threads} thread{s}", program.name())
-    };
+    let name =
+        |(program, threads, _): &(BatchProgram, usize, _)| format!("{} {threads}", program.name());
     let names: Vec<String> = runs.iter().map(name).collect();
     let curve = |guarantee: usize, of: fn(&BatchResult) -> f64| Curve {
         name: GUARANTEES[guarantee].0.to_owned(),
@@ -116,7 +114,7 @@ fn plot(runs: &[(BatchProgram, usize, Vec<Vec<BatchResult>>)]) -> Plot {
             .collect(),
     };
     let panel = |y: &str, of: fn(&BatchResult) -> f64| Panel {
-        x: Axis::names("program", &names),
+        x: Axis::names("program and its threads", &names),
         y: Axis::linear(y),
         curves: (1..runs[0].2.len()).map(|guarantee| curve(guarantee, of)).collect(),
     };

@@ -185,6 +185,12 @@ impl Panel {
         self.curves.iter().map(place).collect()
     }
 
+    /// Where the dots of a curve stand beside a name, so that those of another do not hide them.
+    fn beside(&self, number: usize) -> f64 {
+        const ROOM: f64 = 0.5;
+        ROOM * ((number as f64 + 0.5) / self.curves.len() as f64 - 0.5)
+    }
+
     fn legend_height(&self) -> u32 {
         self.legend().last().map_or(0, |(_, y)| (y + LEGEND_ROW) as u32 + 8)
     }
@@ -248,7 +254,9 @@ impl Panel {
             let is_shown = |(x, y): &(f64, f64)| {
                 (!self.x.is_log() || *x > 0.0) && (!self.y.is_log() || *y > 0.0)
             };
-            let points: Vec<_> = curve.points.iter().copied().filter(is_shown).collect();
+            let beside = if is_joined { 0.0 } else { self.beside(number) };
+            let points = curve.points.iter().copied().filter(is_shown);
+            let points: Vec<_> = points.map(|(x, y)| (x + beside, y)).collect();
             if is_joined {
                 chart.draw_series(LineSeries::new(points.clone(), colour.stroke_width(2)))?;
             }
@@ -299,6 +307,19 @@ mod tests {
         let rows: Vec<i32> = panel(5).legend().iter().map(|place| place.1 / LEGEND_ROW).collect();
         assert_eq!(rows, [0, 0, 1, 1, 2]);
         assert!(panel(5).legend_height() > panel(2).legend_height());
+    }
+
+    #[test]
+    fn dots_at_a_name_stand_side_by_side() {
+        let curve = Curve { name: String::new(), points: vec![] };
+        let x = Axis::names("server", &["nginx".to_owned()]);
+        let panel = |count: usize| Panel {
+            x: x.clone(),
+            y: Axis::linear("ms"),
+            curves: vec![curve.clone(); count],
+        };
+        assert_eq!(panel(1).beside(0), 0.0);
+        assert_eq!([0, 1].map(|number| panel(2).beside(number)), [-0.125, 0.125]);
     }
 
     #[test]
