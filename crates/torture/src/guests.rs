@@ -233,9 +233,6 @@ fn plainly<'a>(
     Ok((status, host, tail(&process.stderr().text())))
 }
 
-/// What is restored is looked at here, not how soon. Many run at once, on machines that stall.
-const PATIENT: [&str; 2] = ["--silence", "2s"];
-
 /// How long an agent may take to end when its guest could not be moved.
 const LAST_WORDS: Duration = Duration::from_secs(10);
 
@@ -252,9 +249,10 @@ fn moved<'a>(
         epoch: mode.epoch(),
         service_cidr: None,
         replicated: vec![WORK_DIR.to_owned()],
-        more: PATIENT.map(str::to_owned).to_vec(),
-    };
-    let spare = engine.spare_with(lab.host(1), &PATIENT)?;
+        more: vec![],
+    }
+    .patient();
+    let spare = engine.patient_spare(lab.host(1))?;
     let end = Instant::now() + conditions.length();
     let primary = engine.run(lab.host(0), &[lab.host(1)], command)?;
     let moved = wait_for_instant(mode, &primary, end, seed).and_then(|()| {

@@ -111,8 +111,8 @@ impl Engine {
         self.spare_with(host, &[])
     }
 
-    /// For loads in which nobody dies: a host that the machine below does not run for a moment is
-    /// not taken for dead. Goes with [`Engine::patient_spare`].
+    /// For where it does not matter how soon a death is noticed: a host that the machine below does
+    /// not run for a moment is not taken for dead. Goes with [`Engine::patient_spare`].
     pub fn patient(mut self) -> Engine {
         self.more.extend(PATIENT.map(str::to_owned));
         self

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use hotspare_torture::bench::{BatchBench, BatchProgram, BatchResult, batch, median};
 use hotspare_torture::programs::build_examples;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::plot::{Axis, Curve, Panel, Plot};
 use super::report::{Common, Report, Table, wrapped};
@@ -65,6 +65,7 @@ pub fn batches(arguments: &BatchArguments) -> Result<()> {
                 let result = batch(&bench).with_context(|| program.name())?;
                 let (name, seconds) = (program.name(), result.seconds);
                 println!("round {round}, {name}, {threads}, {}: {seconds:.2} s", guarantee.0);
+                report.note(of(*program, *threads, guarantee.0), &result)?;
                 results.push(result);
             }
         }
@@ -73,9 +74,7 @@ pub fn batches(arguments: &BatchArguments) -> Result<()> {
     for (program, threads, all) in &runs {
         for (results, (guarantee, _)) in all.iter().zip(guarantees) {
             table.row(cells(*program, *threads, guarantee, results, &all[0]));
-            let of = json!({ "program": program.name(), "threads": threads,
-                "guarantee": guarantee });
-            report.add(of, results)?;
+            report.add(of(*program, *threads, guarantee), results)?;
         }
     }
     report.plot(plot(&runs));
@@ -94,6 +93,11 @@ pub fn batches(arguments: &BatchArguments) -> Result<()> {
         runs[0].2[0].len(),
     );
     report.finish("batch", &format!("{}\n{}", wrapped(&about), table.text))
+}
+
+/// What a run is of.
+fn of(program: BatchProgram, threads: usize, guarantee: &str) -> Value {
+    json!({ "program": program.name(), "threads": threads, "guarantee": guarantee })
 }
 
 /// Over the programs: what each run took longer than the one of its round without protection, and

@@ -9,7 +9,7 @@ use hotspare_torture::bench::{
     FailoverBench, FailoverResult, PauseBench, Spread, Victim, failover,
 };
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::against::{Case, Figures, compare};
 use super::plot::{Axis, Curve, Panel, Plot};
@@ -52,6 +52,11 @@ impl FailoverArguments {
             epoch_ms: 100,
             rate: 1000.0,
         }
+    }
+
+    /// What a death is of.
+    fn of(&self, keys: u64, victim: Victim) -> Value {
+        json!({ "keys": keys, "dies": victim.to_string(), "guarantee": self.guarantee })
     }
 
     /// Under `output-commit`, and also when less than the host dies.
@@ -126,14 +131,13 @@ pub fn failovers(arguments: &FailoverArguments) -> Result<()> {
             let result = failover(&arguments.bench(&hotspare, *keys, *victim));
             let result = result.with_context(|| format!("{keys} keys, the {victim} dies"))?;
             println!("round {round}, {keys} keys, {victim}: {:.0} ms", result.outage_ms);
+            report.note(arguments.of(*keys, *victim), &result)?;
             results.push(result);
         }
     }
     for (keys, victim, results) in &all {
         row(&mut table, *keys, *victim, results);
-        let of = json!({ "keys": keys, "dies": victim.to_string(),
-            "guarantee": arguments.guarantee });
-        report.add(of, results)?;
+        report.add(arguments.of(*keys, *victim), results)?;
     }
     if arguments.keys().len() > 1 {
         report.plot(plot(arguments, &all));

@@ -140,8 +140,15 @@ pub fn overheads(arguments: &OverheadArguments) -> Result<()> {
     let (mut rows, intervals) = match &arguments.from {
         Some(path) => earlier(path, &mut text)?,
         None => (
-            side_by_side(arguments, &tools, ways, arguments.interval_ms, ("overhead", 0.5))?,
-            over_intervals(arguments, &tools)?,
+            side_by_side(
+                arguments,
+                &tools,
+                ways,
+                arguments.interval_ms,
+                ("overhead", 0.5),
+                &mut report,
+            )?,
+            over_intervals(arguments, &tools, &mut report)?,
         ),
     };
     let rounds = |rows: &[Row]| rows.first().map_or(0, |row| row.rounds.len());
@@ -259,6 +266,7 @@ fn side_by_side(
     ways: &[Way],
     interval_ms: u64,
     (what, part): (&'static str, f64),
+    report: &mut Report,
 ) -> Result<Vec<Row>> {
     let ways = ways.iter().copied().filter(|way| *way != Way::Criu || tools.criu.is_ok());
     let shares = arguments.writes.len();
@@ -281,6 +289,8 @@ fn side_by_side(
                     way.name(),
                     result.replies_per_s
                 );
+                let of = json!({ "way": way.name(), "interval_ms": interval_ms, "alone": *alone });
+                report.note(of, &result)?;
                 row.alone.push(*alone);
                 row.rounds.push(result);
             }
@@ -337,7 +347,11 @@ const WITH_INTERVAL: [Way; 6] =
     [Way::Unprotected, Way::Timeline, Way::StopAndCopy, Way::BgSave, Way::Save, Way::Criu];
 
 /// Half of the requests are writes; nothing steady is measured.
-fn over_intervals(arguments: &OverheadArguments, tools: &Tools) -> Result<Vec<Row>> {
+fn over_intervals(
+    arguments: &OverheadArguments,
+    tools: &Tools,
+    report: &mut Report,
+) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     let mut bench = OverheadArguments::with(arguments.common.clone());
     (bench.keys, bench.value_bytes) = (arguments.keys, arguments.value_bytes);
@@ -350,7 +364,7 @@ fn over_intervals(arguments: &OverheadArguments, tools: &Tools) -> Result<Vec<Ro
         bench.seconds = seconds(interval_ms);
         let part = 0.5 * bench.seconds / all_s;
         let what = ("overhead over intervals", part);
-        rows.extend(side_by_side(&bench, tools, &WITH_INTERVAL, interval_ms, what)?);
+        rows.extend(side_by_side(&bench, tools, &WITH_INTERVAL, interval_ms, what, report)?);
     }
     Ok(rows)
 }

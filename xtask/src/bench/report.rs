@@ -121,6 +121,8 @@ pub struct Report {
     about: Provenance,
     common: Common,
     results: Vec<Value>,
+    /// Single runs of results that are not whole.
+    runs: Vec<Value>,
     plots: Vec<Plot>,
 }
 
@@ -129,13 +131,28 @@ impl Report {
     pub fn new(suite: &'static str, common: &Common) -> Result<Report> {
         let about =
             Provenance { ground: common.choose_ground()?.to_string(), ..Provenance::now()? };
-        Ok(Report { suite, about, common: common.clone(), results: vec![], plots: vec![] })
+        Ok(Report {
+            suite,
+            about,
+            common: common.clone(),
+            results: vec![],
+            runs: vec![],
+            plots: vec![],
+        })
     }
 
     /// Keeps what was measured of something, with every digit.
     pub fn add(&mut self, of: Value, measured: &impl Serialize) -> Result<()> {
         let measured = serde_json::to_value(measured).context("write JSON")?;
         self.results.push(json!({ "of": of, "measured": measured }));
+        Ok(())
+    }
+
+    /// Keeps a run of what is measured more than once, until all of it is added: a suite that fails
+    /// after an hour leaves what it has measured by then.
+    pub fn note(&mut self, of: Value, run: &impl Serialize) -> Result<()> {
+        let run = serde_json::to_value(run).context("write JSON")?;
+        self.runs.push(json!({ "of": of, "run": run }));
         Ok(())
     }
 
@@ -148,6 +165,7 @@ impl Report {
     /// docs/benchmarks.md, if wanted.
     pub fn finish(mut self, place: &str, text: &str) -> Result<()> {
         let name = place.replace(' ', "-");
+        self.runs.clear();
         let results = std::mem::take(&mut self.results);
         let dir = self.keep(&name, &results)?;
         let mut text = format!("{}\n{text}", self.about.text());
@@ -187,10 +205,11 @@ impl Report {
     }
 }
 
-/// A suite that fails after an hour leaves what it has measured by then.
+/// What [`Report::finish`] has not written.
 impl Drop for Report {
     fn drop(&mut self) {
-        let results = std::mem::take(&mut self.results);
+        let mut results = std::mem::take(&mut self.results);
+        results.append(&mut self.runs);
         if results.is_empty() {
             return;
         }
@@ -344,6 +363,34 @@ fn between(page: &str, name: &str, text: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_suite_that_fails_leaves_what_it_has_measured() {
+        let common = Common { quick: true, ..Common::default() };
+        let report = |suite| -> Report {
+            let about = Provenance::now().unwrap();
+            let (results, runs, plots) = Default::default();
+            Report { suite, about, common: common.clone(), results, runs, plots }
+        };
+        let left = |name: &str| {
+            let path = tree::target().join("bench-quick").join(name);
+            let text = fs::read_to_string(&path).ok()?;
+            fs::remove_file(path).unwrap();
+            Some(serde_json::from_str::<Value>(&text).unwrap()["results"].clone())
+        };
+        let (added, noted) = (json!({ "of": "a", "measured": 1 }), json!({ "of": "b", "run": 2 }));
+        let mut fails = report("test-fails");
+        fails.add(json!("a"), &1).unwrap();
+        fails.note(json!("b"), &2).unwrap();
+        drop(fails);
+        assert_eq!(left("test-fails-unfinished.json"), Some(json!([added, noted])));
+        let mut ends = report("test-ends");
+        ends.note(json!("b"), &2).unwrap();
+        ends.add(json!("a"), &1).unwrap();
+        ends.finish("test-ends", "").unwrap();
+        assert_eq!(left("test-ends.json"), Some(json!([added])));
+        assert_eq!(left("test-ends-unfinished.json"), None);
+    }
 
     #[test]
     fn long_lines_are_broken_between_words() {

@@ -83,6 +83,7 @@ pub fn sentinels(arguments: &SentinelArguments) -> Result<()> {
                 result = died()?;
             }
             println!("turn {turn}, {}: clients wait {:.0} ms", keeper.name(), result.outage_ms);
+            report.note(json!({ "keeper": keeper.name() }), &result)?;
             results.push(result);
         }
     }

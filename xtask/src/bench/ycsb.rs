@@ -8,7 +8,7 @@ use clap::Args;
 use hotspare_torture::bench::{
     Way, Weight, YcsbBench, YcsbCore, YcsbResult, build_ycsb, build_ycsb_java, median, weigh, ycsb,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::plot::{Axis, Curve, Panel, Plot};
 use super::report::{Common, Report, Table, wrapped};
@@ -88,6 +88,14 @@ struct Row {
 }
 
 impl Row {
+    fn of(&self, core: &YcsbCore) -> Value {
+        let mut of = json!({ "way": self.way.name(), "interval_ms": self.interval_ms });
+        if matches!(core, YcsbCore::Java(_)) {
+            of["core"] = "java".into();
+        }
+        of
+    }
+
     fn median(&self, workload: usize, of: fn(&YcsbResult) -> f64) -> f64 {
         median(self.rounds.iter().map(|round| of(&round[workload])).collect())
     }
@@ -110,13 +118,12 @@ pub fn ycsbs(arguments: &YcsbArguments) -> Result<()> {
     let java = build_ycsb_java(&dir).map(YcsbCore::Java).map_err(|error| error.to_string());
     let tools = Tools { hotspare: tree::build_hotspare()?, go: YcsbCore::Go(ycsb), java };
     let mut report = Report::new("ycsb", &arguments.common)?;
-    let rows = measure(arguments, &tools)?;
+    let rows = measure(arguments, &tools, &mut report)?;
     let by_java = by_java(arguments, &tools, &mut report)?;
     let mut table = Table::new(&COLUMNS);
     for row in &rows {
         table.row(cells(row));
-        let of = json!({ "way": row.way.name(), "interval_ms": row.interval_ms });
-        report.add(of, &row.rounds)?;
+        report.add(row.of(&tools.go), &row.rounds)?;
     }
     let weights = arguments.sizes.iter().map(|&records| {
         let mut bench = arguments.bench(&tools, &tools.go, Way::Timeline, 100);
@@ -162,7 +169,7 @@ fn about(arguments: &YcsbArguments, rounds: usize) -> String {
     )
 }
 
-fn measure(arguments: &YcsbArguments, tools: &Tools) -> Result<Vec<Row>> {
+fn measure(arguments: &YcsbArguments, tools: &Tools, report: &mut Report) -> Result<Vec<Row>> {
     let row = |way, interval_ms| Row { way, interval_ms, rounds: vec![] };
     let mut rows =
         vec![row(Way::Unprotected, 0), row(Way::Replica, 0), row(Way::OutputCommit, 100)];
@@ -170,17 +177,17 @@ fn measure(arguments: &YcsbArguments, tools: &Tools) -> Result<Vec<Row>> {
         rows.truncate(1);
     }
     rows.extend(arguments.intervals_ms.iter().map(|&ms| row(Way::Timeline, ms)));
-    in_turns(arguments, tools, &tools.go, 0.65, &mut rows)?;
+    in_turns(arguments, tools, (&tools.go, 0.65), &mut rows, report)?;
     Ok(rows)
 }
 
-/// Fills the rows, in turns, in about this share of the time that the bench has.
+/// Fills the rows, in turns, by a core in about this share of the time that the bench has.
 fn in_turns(
     arguments: &YcsbArguments,
     tools: &Tools,
-    core: &YcsbCore,
-    share: f64,
+    (core, share): (&YcsbCore, f64),
     rows: &mut [Row],
+    report: &mut Report,
 ) -> Result<()> {
     for round in arguments.common.rounds("ycsb", arguments.rounds, share) {
         for row in rows.iter_mut() {
@@ -188,6 +195,7 @@ fn in_turns(
             let results = ycsb(&bench).with_context(|| row.way.name())?;
             let (way, seconds) = (row.way.name(), results[0].seconds);
             println!("round {round}, {way} {}: {seconds:.2} s", row.interval_ms);
+            report.note(row.of(core), &results)?;
             row.rounds.push(results);
         }
     }
@@ -213,12 +221,11 @@ fn by_java(arguments: &YcsbArguments, tools: &Tools, report: &mut Report) -> Res
     if arguments.common.quick {
         rows.truncate(1);
     }
-    in_turns(arguments, tools, core, 0.25, &mut rows)?;
+    in_turns(arguments, tools, (core, 0.25), &mut rows, report)?;
     let mut table = Table::new(&JAVA_COLUMNS);
     for row in &rows {
         table.row(java_cells(row));
-        let of = json!({ "core": "java", "way": row.way.name(), "interval_ms": row.interval_ms });
-        report.add(of, &row.rounds)?;
+        report.add(row.of(core), &row.rounds)?;
     }
     let about = "The same by the Java YCSB 0.17.0 (`tools/ycsb-java`: a binding of ours on Jedis), \
                  which tells latency by kind; it shares the processors with what is measured.";

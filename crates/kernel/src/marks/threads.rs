@@ -315,10 +315,22 @@ mod tests {
             let tid = HostPid(nix::unistd::gettid().as_raw());
             // The kernel finds the next thread from the one before; where that ends meanwhile, as
             // those of other tests do and those of a guest that stands still do not, it sees no
-            // more.
-            let seen = || self.look().threads.remove(&tid);
-            (0..1000).find_map(|_| seen()).expect("sees this thread")
+            // more. Nothing else may hide this thread.
+            loop {
+                let before = numbers();
+                if let Some(mark) = self.look().threads.remove(&tid) {
+                    return mark;
+                }
+                let now = numbers();
+                assert!(before.iter().any(|one| !now.contains(one)), "does not see this thread");
+            }
         }
+    }
+
+    /// Of our threads.
+    fn numbers() -> Vec<std::ffi::OsString> {
+        let all = std::fs::read_dir("/proc/self/task").expect("lists threads");
+        all.filter_map(|one| Some(one.ok()?.file_name())).collect()
     }
 
     #[test]
