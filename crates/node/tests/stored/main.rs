@@ -304,7 +304,9 @@ fn checker(mib: u32, pause_s: f64) -> String {
 }
 
 const CHECKER: &str = r#"
-import mmap, sys, time
+import mmap, os, sys, time
+# A line at once: the agent writes its own in between, and print() may write in pieces.
+say = lambda line: os.write(1, line.encode() + b'\n')
 SIZE, CHUNK = MIB << 20, MIB << 15
 memory = mmap.mmap(-1, SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 block = lambda round: b'%08d' % round * (CHUNK // 8)
@@ -315,14 +317,14 @@ while True:
     new = block(number)
     for at in range(0, SIZE, CHUNK):
         if memory[at:at + CHUNK] != old:
-            print('WRONG in round', number, 'at', at, flush=True)
+            say(f'WRONG in round {number} at {at}')
             sys.exit(3)
         memory[at:at + CHUNK] = new
         if PAUSE_S:
             time.sleep(PAUSE_S)
     old = new
     if PAUSE_S or number % 10 == 0:
-        print('fine', number, flush=True)
+        say(f'fine {number}')
 "#;
 
 /// What is sent while it is held back counts for the store as well; and its memory is the same
