@@ -9,7 +9,7 @@ use hotspare_image::Checkpoint;
 use hotspare_image::memory::{Backing, MmId, PAGE_BYTES, PageOwner, mapping_flags};
 use hotspare_image::tree::ProcessState;
 use hotspare_kernel::memory::ProcMem;
-use hotspare_kernel::pagemap::{Pagemap, Query, category};
+use hotspare_kernel::pagemap::{Pagemap, Query, Region, category};
 use hotspare_kernel::{HostPid, pidfd};
 use hotspare_process::capture::shared::SharedTable;
 use hotspare_process::capture::{Captured, CheckpointRules};
@@ -94,8 +94,14 @@ impl Model {
         compared
     }
 
-    /// Pages of files are held only where the guest wrote.
-    fn compare_held(&self, mm: MmId, pid: HostPid, start: u64, end: u64) -> usize {
+    /// Pages of files are held only where the guest wrote; the others are as `file` has them.
+    fn compare_held(
+        &self,
+        mm: MmId,
+        pid: HostPid,
+        (start, end): (u64, u64),
+        file: impl FnOnce() -> Vec<u8>,
+    ) -> usize {
         let memory = ProcMem::open(pid).expect("opens");
         let mut page = vec![0u8; PAGE_BYTES as usize];
         let owner = PageOwner::Mm(mm);
@@ -105,8 +111,29 @@ impl Model {
             assert!(*held == page, "page {at:#x} of the file at {start:#x}-{end:#x} differs");
             compared += 1;
         }
+        let own = not_of_the_file(pid, start, end).into_iter();
+        let missing: Vec<u64> = own.filter(|at| !self.0.contains_key(&(owner, *at))).collect();
+        let file = if missing.is_empty() { Vec::new() } else { file() };
+        for at in missing {
+            memory.read_exact(at, &mut page).expect("reads");
+            let mut of_file = file[((at - start) as usize).min(file.len())..].to_vec();
+            of_file.resize(page.len(), 0);
+            assert!(of_file == page, "page {at:#x} of the file at {start:#x}-{end:#x} is missing");
+        }
         compared
     }
+}
+
+/// Pages of a private mapping of a file that are the guest's own.
+fn not_of_the_file(pid: HostPid, start: u64, end: u64) -> Vec<u64> {
+    let mut pagemap = Pagemap::open(pid).expect("opens");
+    let mut regions = Vec::new();
+    let (any_of, own) = (category::PRESENT | category::SWAPPED, category::FILE);
+    let query = Query { any_of, all_of: own, inverted: own, report: any_of, ..Query::default() };
+    pagemap.scan(start, end, query, &mut regions).expect("scans");
+    pagemap.without_markers(&mut regions).expect("reads");
+    let pages = |region: Region| (region.start..region.end).step_by(PAGE_BYTES as usize);
+    regions.into_iter().flat_map(pages).collect()
 }
 
 /// Takes `count` checkpoints and compares the model with the guest.
@@ -124,6 +151,7 @@ fn compare_checkpoints_when(
     let mut taken = 0;
     while taken < count {
         guest.pump(&[], Duration::from_millis(7)).expect("pumps");
+        assert!(guest.is_alive(), "the guest has ended");
         match guest.prepare() {
             Ok(()) => {}
             Err(ObjectError::Transient { .. }) => continue,
@@ -184,7 +212,13 @@ fn compare_all(model: &Model, guest: &Guest, captured: &Checkpoint) -> usize {
                     0
                 }
                 Backing::Anonymous => model.compare(space.id, pid, start, end),
-                Backing::PrivateFile { .. } => model.compare_held(space.id, pid, start, end),
+                Backing::PrivateFile { ref file, offset } => {
+                    let of_file = || {
+                        let bytes = std::fs::read(&file.path.0).expect("reads the file");
+                        bytes[(offset as usize).min(bytes.len())..].to_vec()
+                    };
+                    model.compare_held(space.id, pid, (start, end), of_file)
+                }
                 _ => 0,
             };
         }
@@ -370,6 +404,68 @@ while True:
 #[test]
 fn a_mapping_that_loses_its_tracking_by_a_move_next_to_it_loses_no_write() {
     compare_mapper(JOIN);
+}
+
+/// Private mappings of a file, small and large, of which parts are written to, read, given back,
+/// put out of memory, protected, moved, and mapped anew.
+const FILES: &str = r#"
+import random
+random.seed(int(os.environ.get("SEED", "1")))
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+exe = os.open("/proc/self/exe", os.O_RDONLY)
+ALL = os.fstat(exe).st_size // P
+areas = []
+def place(n):
+    return random.randrange(ALL - n) * P
+def churn():
+    what = random.randrange(14)
+    if what == 0 or len(areas) < 3:
+        n = random.choice((random.randrange(1, 40), random.randrange(500, 1500)))
+        areas.append([libc.mmap(None, n * P, 3, 2, exe, place(n)), n])
+        return
+    area = random.choice(areas)
+    a, n = area
+    page = random.randrange(n)
+    part = a + page * P
+    some = random.randrange(1, min(n - page, 600) + 1)
+    if what < 4:
+        for _ in range(8):
+            at = a + random.randrange(n) * P + random.randrange(P)
+            ctypes.memset(at, random.randrange(256), 1)
+    elif what < 8:
+        for _ in range(8):
+            ctypes.string_at(a + random.randrange(n) * P, 1)
+    elif what < 10:
+        libc.madvise(part, some * P, random.choice((4, 4, 21)))
+    elif what == 10:
+        libc.mprotect(part, some * P, 1)
+        libc.mprotect(part, some * P, 3)
+    elif what == 11 and len(areas) > 8:
+        libc.munmap(a, n * P)
+        areas.remove(area)
+    elif what == 12:
+        to = libc.mmap(None, (n - page) * P, 0, 0x22, -1, 0)
+        if libc.mremap(a, n * P, (n - page) * P, 3, to) == to:
+            area[:] = to, n - page
+        else:  # It is several mappings, of which some may have moved.
+            libc.munmap(a, n * P)
+            libc.munmap(to, (n - page) * P)
+            areas.remove(area)
+    elif what == 13:
+        libc.mmap(part, some * P, 3, 0x12, exe, place(some))
+while True:
+    churn()
+"#;
+
+#[test]
+fn what_is_written_over_a_file_is_all_that_travels_of_it() {
+    let seed = std::process::id();
+    println!("SEED={seed}");
+    let script = format!("SEED={seed} exec /usr/bin/python3 -c '{MAPPER}{FILES}'");
+    let mut guest = begin(&script);
+    let compared = compare_checkpoints(&mut guest, 100);
+    assert!(compared > 100 && guest.is_alive(), "{compared} pages compared");
+    end(guest);
 }
 
 /// Writes to a private mapping of a file, waits until that is tracked and has been copied, and
