@@ -93,8 +93,9 @@ pub fn compare(suite: &'static str, common: &Common, rev: &str, cases: &[Case<'_
     report.finish(&format!("{suite} against {}", rev.replace('/', "-")), &table.text)
 }
 
-/// Builds the program of another commit in a work tree under `target/against`. The crates of others
-/// are built once for both, where cargo knows how (1.91 and later).
+/// Builds the program of another commit in a work tree under `target/against`, and nothing of it
+/// where this tree is built: to cargo both trees are one, and it would take theirs for ours then,
+/// in whatever is built here later.
 fn build(rev: &str) -> Result<PathBuf> {
     let git = |words: &[&str]| -> Result<String> {
         let output = Command::new("git").args(words).output().context("run git")?;
@@ -119,9 +120,6 @@ fn build(rev: &str) -> Result<PathBuf> {
     println!("building {rev} ({})", commit.get(..9).unwrap_or(&commit));
     let mut build = cargo(&["build", "--quiet", "--release", "--bin", "hotspare"]);
     build.current_dir(&place).arg("--target-dir").arg(all.join("target"));
-    build
-        .arg("--config")
-        .arg(format!("build.build-dir={:?}", tree::target().display().to_string()));
     call(build).with_context(|| format!("build {rev}"))?;
     let built = all.join("target/release/hotspare");
     std::fs::copy(&built, &kept).with_context(|| format!("keep {}", built.display()))?;
