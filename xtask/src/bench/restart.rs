@@ -8,12 +8,13 @@ mod reply;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
+use hotspare_torture::bench::Spread;
 use hotspare_torture::lab::{Host, LAB_DIR, Lab, Process};
 use nix::sys::signal::Signal;
 use serde::Serialize;
@@ -25,6 +26,7 @@ pub use self::reply::{NAME, ReplyArguments, record_writes, replies};
 use super::against::{Case, Figures, compare};
 use super::plot::{Axis, Curve, Panel, Plot};
 use super::report::{Common, Report, Table, wrapped};
+use crate::pool::side_by_side;
 use crate::tree;
 
 /// The store's place below what the line serves.
@@ -51,9 +53,12 @@ pub struct RestartArguments {
     /// Seconds that a program has run before its last checkpoint
     #[arg(long, default_value_t = 12)]
     warm: u64,
-    /// Restarts of each kind, in turns; the medians are shown
-    #[arg(long, default_value_t = 3)]
+    /// Restarts of each kind, in turns
+    #[arg(long, default_value_t = 20)]
     count: usize,
+    /// Programs that restart at once, each at the end of a line of its own
+    #[arg(long, default_value_t = 1)]
+    jobs: usize,
     /// Another hotspare program that restores from the same checkpoints, in turns with this one
     #[arg(long)]
     beside: Option<PathBuf>,
@@ -73,7 +78,8 @@ fn speeds(lines: &[String]) -> Result<Vec<Speed>> {
 impl RestartArguments {
     pub fn with(common: Common) -> RestartArguments {
         let lines = ["32:70", "7:200"].map(str::to_owned).into();
-        RestartArguments { common, programs: vec![], lines, warm: 12, count: 3, beside: None }
+        let (programs, beside) = (vec![], None);
+        RestartArguments { common, programs, lines, warm: 12, count: 20, jobs: 1, beside }
     }
 
     fn wants(&self, name: &str) -> bool {
@@ -114,8 +120,32 @@ impl RestartArguments {
         })
     }
 
-    /// Restarts one program, each kind in turns: the median of each, by latency.
-    fn rounds(&self, recorded: &Recorded, speed: Speed) -> Result<Vec<Restart>> {
+    fn about(&self) -> String {
+        let at_once = match self.jobs {
+            0 | 1 => String::new(),
+            jobs => format!(", {jobs} programs at once, each at a line of its own"),
+        };
+        let count = self.count.max(1);
+        format!(
+            "{ABOUT} Each kind {count} times, in turns{at_once}; where nothing else is said, what \
+             is told of a kind is of the run in the middle, \"all there\" the median."
+        )
+    }
+
+    /// Restarts all programs, each kind in turns: what became of each kind of each program.
+    fn rounds(&self, all: &[Recorded], speed: Speed) -> Result<Vec<Vec<Kind>>> {
+        let places: Vec<_> = all.iter().map(|recorded| (recorded, OnceLock::new())).collect();
+        side_by_side(self.jobs, &places, |(recorded, place)| {
+            let begun = Instant::now();
+            let went = self.rounds_of(recorded, speed);
+            println!("{}: {:.0} s", recorded.name, begun.elapsed().as_secs_f64());
+            place.get_or_init(|| went.with_context(|| format!("restart {}", recorded.name)));
+        });
+        let each = places.into_iter().map(|(_, place)| place.into_inner());
+        each.map(|went| went.context("not restarted")?).collect()
+    }
+
+    fn rounds_of(&self, recorded: &Recorded, speed: Speed) -> Result<Vec<Kind>> {
         let own = STARTS.iter().map(|(_, how)| (&recorded.hotspare, *how));
         let beside = self.beside.iter().flat_map(|other| BESIDE.map(|how| (other, STARTS[how].1)));
         let kinds: Vec<(&PathBuf, &[&str])> = own.chain(beside).collect();
@@ -125,11 +155,7 @@ impl RestartArguments {
                 kind.push(recorded.restart(hotspare, how, speed)?);
             }
         }
-        let median = |mut went: Vec<Restart>| {
-            went.sort_by(|a, b| a.latency_s.total_cmp(&b.latency_s));
-            went.swap_remove(went.len() / 2)
-        };
-        Ok(all.into_iter().map(median).collect())
+        Ok(all.into_iter().map(Kind::of).collect())
     }
 }
 
@@ -149,6 +175,32 @@ struct Restart {
     parts_ms: Vec<(String, f64)>,
 }
 
+/// All restarts of one kind.
+#[derive(Debug, Serialize)]
+struct Kind {
+    /// The one in the middle, by latency.
+    middle: Restart,
+    latency_s: Spread,
+    whole_s: Spread,
+}
+
+impl Kind {
+    fn of(mut went: Vec<Restart>) -> Self {
+        went.sort_by(|a, b| a.latency_s.total_cmp(&b.latency_s));
+        let spread = |of: fn(&Restart) -> f64| Spread::of(went.iter().map(of).collect());
+        let latency_s = spread(|restart| restart.latency_s);
+        let whole_s = spread(|restart| restart.whole_s);
+        Self { middle: went.swap_remove(went.len() / 2), latency_s, whole_s }
+    }
+
+    fn cell(&self) -> String {
+        format!("{:.2} / {:.2}", self.latency_s.p50, self.latency_s.p99)
+    }
+}
+
+/// What became of a program: of each kind, and what the early start saved.
+type Went = (&'static str, Vec<Kind>, f64);
+
 /// Of [`STARTS`], those that another program is compared by.
 const BESIDE: [usize; 2] = [0, 3];
 
@@ -158,12 +210,12 @@ const BESIDE_COLUMNS: [&str; 6] =
 const COLUMNS: [&str; 14] = [
     "program",
     "image MB",
-    "all first s",
+    "all first s p50 / p99",
     "touch set first MB",
-    "s",
-    "smooth s",
+    "s p50 / p99",
+    "smooth s p50 / p99",
     "early MB",
-    "s",
+    "s p50 / p99",
     "saved",
     "all there s",
     "waited for s",
@@ -188,16 +240,16 @@ pub fn restarts(arguments: &RestartArguments) -> Result<()> {
     for program in &programs {
         recorded.push(arguments.record(&hotspare, program)?);
     }
-    let mut text = wrapped(ABOUT) + &tracked(&recorded, &mut report)?;
+    let mut text = wrapped(&arguments.about()) + &tracked(&recorded, &mut report)?;
     let mut panels = Vec::new();
     for speed in speeds {
         let (rate, delay_ms) = (speed.0, speed.1.as_millis() as u64);
         let named = format!("{rate} MB/s, {delay_ms} ms");
         println!("\n{named}:\n");
+        let went = arguments.rounds(&recorded, speed)?;
         let mut table = Table::new(&COLUMNS);
         let mut all = Vec::new();
-        for recorded in &recorded {
-            let went = arguments.rounds(recorded, speed)?;
+        for (recorded, went) in recorded.iter().zip(went) {
             let others = BESIDE.map(|at| (STARTS[at].0, true));
             let kinds = STARTS.iter().map(|start| (start.0, false)).chain(others);
             for ((start, is_other), restart) in kinds.zip(&went) {
@@ -226,8 +278,10 @@ pub fn restarts(arguments: &RestartArguments) -> Result<()> {
 }
 
 /// What the guest waited for, of an early start.
-fn parts(all: &[(&'static str, Vec<Restart>, f64)]) -> String {
-    let early = |one: &'_ (&'static str, Vec<Restart>, f64)| one.1.get(3).cloned();
+fn parts(all: &[Went]) -> String {
+    fn early(one: &Went) -> Option<&Restart> {
+        one.1.get(3).map(|kind| &kind.middle)
+    }
     let first = all.first().and_then(early).filter(|first| !first.parts_ms.is_empty());
     let Some(first) = first else { return String::new() };
     let names: Vec<String> = first.parts_ms.iter().map(|(part, _)| format!("{part} ms")).collect();
@@ -243,13 +297,13 @@ fn parts(all: &[(&'static str, Vec<Restart>, f64)]) -> String {
 }
 
 /// The same by another program, if there was one.
-fn beside(all: &[(&'static str, Vec<Restart>, f64)]) -> String {
+fn beside(all: &[Went]) -> String {
     let mut table = None;
     for (name, went, _) in all {
         let [own, _, _, early, other, other_early] = &went[..] else { continue };
         let table = table.get_or_insert_with(|| Table::new(&BESIDE_COLUMNS));
-        let each = [own, early, other, other_early].map(|one| format!("{:.2}", one.latency_s));
-        let last = format!("{:.2}", other_early.whole_s);
+        let each = [own, early, other, other_early].map(Kind::cell);
+        let last = format!("{:.2}", other_early.whole_s.p50);
         table.row(std::iter::once((*name).to_owned()).chain(each).chain([last]));
     }
     println!();
@@ -277,11 +331,11 @@ fn tracked(all: &[Recorded], report: &mut Report) -> Result<String> {
 }
 
 /// One place for each program.
-fn panel(line: &str, all: &[(&'static str, Vec<Restart>, f64)]) -> Panel {
+fn panel(line: &str, all: &[Went]) -> Panel {
     let names: Vec<String> = all.iter().map(|one| one.0.to_owned()).collect();
     let points = |start: usize| {
         let places = all.iter().enumerate();
-        places.map(|(place, one)| (place as f64, one.1[start].latency_s)).collect()
+        places.map(|(place, one)| (place as f64, one.1[start].latency_s.p50)).collect()
     };
     let each = STARTS.iter().enumerate();
     let curves =
@@ -328,20 +382,21 @@ const ABOUT_TRACKING: &str = "Tracking what is touched, while the program runs a
     space's lock, so that a page fault may wait for it; looking is beside the program. Of the \
     window: both, of one processor.";
 
-fn row(table: &mut Table, name: &str, went: &[Restart]) -> f64 {
-    let [all, touched, smooth, early, ..] = went else { return 0.0 };
-    let saved = 100.0 - 100.0 * early.latency_s / all.latency_s;
+fn row(table: &mut Table, name: &str, went: &[Kind]) -> f64 {
+    let [all, touched, smooth, kind, ..] = went else { return 0.0 };
+    let saved = 100.0 - 100.0 * kind.latency_s.p50 / all.latency_s.p50;
+    let (image, early) = (&all.middle, &kind.middle);
     table.row([
         name.to_owned(),
-        format!("{:.1}", all.before_mb + all.behind_mb),
-        format!("{:.2}", all.latency_s),
-        format!("{:.1}", touched.before_mb),
-        format!("{:.2}", touched.latency_s),
-        format!("{:.2}", smooth.latency_s),
+        format!("{:.1}", image.before_mb + image.behind_mb),
+        all.cell(),
+        format!("{:.1}", touched.middle.before_mb),
+        touched.cell(),
+        smooth.cell(),
         format!("{:.1}", early.before_mb),
-        format!("{:.2}", early.latency_s),
+        kind.cell(),
         format!("{saved:.0} %"),
-        format!("{:.2}", early.whole_s),
+        format!("{:.2}", kind.whole_s.p50),
         format!("{:.2}", early.waited_s),
         format!("{:.0} %", 100.0 * early.waited_s / early.behind_s.max(0.01)),
         early.unforeseen.to_string(),

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
+use hotspare_torture::bench::Spread;
 use hotspare_torture::dice::Dice;
 use hotspare_torture::lab::{LAB_DIR, Lab, Process, SERVICE_CIDR, SERVICE_V4};
 use serde::Serialize;
@@ -35,8 +36,8 @@ pub struct ReplyArguments {
     /// Lines: megabytes a second, and milliseconds of a round trip
     #[arg(long, value_delimiter = ',', default_value = "32:70,7:200")]
     lines: Vec<String>,
-    /// Restarts of each kind, in turns; the medians are shown
-    #[arg(long, default_value_t = 3)]
+    /// Restarts of each kind, in turns
+    #[arg(long, default_value_t = 20)]
     count: usize,
     /// Another hotspare program that restores from the same checkpoints, in turns with this one
     #[arg(long)]
@@ -63,17 +64,17 @@ const COLUMNS: [&str; 9] = [
     "keys",
     "image MB",
     "sent MB",
-    "first reply, all first s",
-    "first reply s",
+    "first reply, all first s p50 / p99",
+    "first reply s p50 / p99",
     "times faster",
-    "runs s",
-    "all there s",
+    "runs s p50 / p99",
+    "all there s p50 / p99",
 ];
 
 impl ReplyArguments {
     pub fn with(common: Common) -> Self {
         let lines = ["32:70", "7:200"].map(str::to_owned).into();
-        Self { common, keys: 10_000_000, lines, count: 3, beside: None }
+        Self { common, keys: 10_000_000, lines, count: 20, beside: None }
     }
 
     /// How many keys, over which lines, how often.
@@ -102,37 +103,43 @@ pub fn replies(arguments: &ReplyArguments) -> Result<()> {
         for round in 0..count {
             for (kind, how) in all.iter_mut().zip(&kinds) {
                 let (reply, bytes) = restart(&recorded, *how, speed, keys, round as u64)?;
-                println!("{how:?}: {reply:?}");
+                println!("round {round}, {how:?}: {reply:?}");
                 kind.push(reply);
                 sent = bytes;
             }
         }
-        let [first, behind, _] = all.map(median);
+        let [first, behind, _] = &all;
         let delay_ms = speed.1.as_millis() as u64;
-        for (start, reply) in [("loaded", &first), ("early", &behind)] {
+        for (start, replies) in [("loaded", first), ("early", behind)] {
             let of = json!({ "keys": keys, "start": start, "mb_per_s": speed.0,
                 "round_trip_ms": delay_ms });
-            report.add(of, reply)?;
+            report.add(of, replies)?;
         }
-        table.row([
-            format!("{} MB/s, {delay_ms} ms", speed.0),
-            keys.to_string(),
-            format!("{:.0}", first.restart.before_mb + first.restart.behind_mb),
-            format!("{sent:.0}"),
-            format!("{:.2}", first.reply_s),
-            format!("{:.2}", behind.reply_s),
-            format!("{:.1}", first.reply_s / behind.reply_s),
-            format!("{:.2}", behind.restart.latency_s),
-            format!("{:.2}", behind.restart.whole_s),
-        ]);
+        let line = format!("{} MB/s, {delay_ms} ms", speed.0);
+        table.row(row(line, keys, sent, (first, behind)));
     }
-    report.finish("first-reply", &format!("{}\n{}", wrapped(ABOUT), table.text))
+    let about = format!("{ABOUT} Each {count} times, in turns.");
+    report.finish("first-reply", &format!("{}\n{}", wrapped(&about), table.text))
 }
 
-fn median(mut all: Vec<Reply>) -> Reply {
-    let middle = all.len() / 2;
-    all.sort_by(|a, b| a.reply_s.total_cmp(&b.reply_s));
-    all.into_iter().nth(middle).unwrap_or_default()
+/// Of a line: everything first, and what `restore` does.
+fn row(line: String, keys: u64, sent: f64, (first, behind): (&[Reply], &[Reply])) -> [String; 9] {
+    let spread = |all: &[Reply], of: fn(&Reply) -> f64| Spread::of(all.iter().map(of).collect());
+    let both = |of: Spread| format!("{:.2} / {:.2}", of.p50, of.p99);
+    let image = |one: &Reply| one.restart.before_mb + one.restart.behind_mb;
+    let reply_s = |one: &Reply| one.reply_s;
+    let (all_first, early) = (spread(first, reply_s), spread(behind, reply_s));
+    [
+        line,
+        keys.to_string(),
+        format!("{:.0}", spread(first, image).p50),
+        format!("{sent:.0}"),
+        both(all_first),
+        both(early),
+        format!("{:.1}", all_first.p50 / early.p50),
+        both(spread(behind, |one| one.restart.latency_s)),
+        both(spread(behind, |one| one.restart.whole_s)),
+    ]
 }
 
 fn server() -> Vec<String> {
