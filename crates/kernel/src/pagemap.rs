@@ -77,7 +77,7 @@ const SWAP_KIND: u64 = 0x1f;
 /// `SWP_PTE_MARKER`, always the last kind (include/linux/swap.h). Told to who has CAP_SYS_ADMIN.
 const MARKER_KIND: u64 = 0x1f;
 /// Entries read at once.
-const ENTRIES: usize = 512;
+const ENTRIES: u64 = 128;
 
 /// `/proc/PID/pagemap`.
 #[derive(Debug)]
@@ -158,13 +158,15 @@ impl Pagemap {
         let is_suspect = |region: &Region| {
             region.categories & (category::SWAPPED | category::PRESENT) == category::SWAPPED
         };
-        if !regions.iter().any(is_suspect) {
+        let suspects: Vec<Region> = regions.iter().copied().filter(is_suspect).collect();
+        if suspects.is_empty() {
             return Ok(());
         }
         let mut left = Vec::with_capacity(regions.len());
+        let mut entries = Entries { file: &self.file, suspects, first: 0, read: Vec::new() };
         for region in regions.iter() {
             if is_suspect(region) {
-                self.keep_content(*region, &mut left)?;
+                entries.keep_content(*region, &mut left)?;
             } else {
                 left.push(*region);
             }
@@ -172,30 +174,50 @@ impl Pagemap {
         *regions = left;
         Ok(())
     }
+}
 
-    fn keep_content(&self, region: Region, left: &mut Vec<Region>) -> Result<()> {
-        let mut bytes = [0u8; ENTRIES * 8];
-        let mut at = region.start;
-        while at < region.end {
-            let pages = ((region.end - at) / 4096).min(ENTRIES as u64) as usize;
-            let bytes = &mut bytes[..pages * 8];
-            let read = self.file.read_exact_at(bytes, at / 4096 * 8);
-            read.map_err(KernelError::io("read pagemap"))?;
-            for entry in bytes.as_chunks::<8>().0 {
-                let entry = u64::from_ne_bytes(*entry);
-                let marker = entry & SWAPPED_BIT != 0 && entry & SWAP_KIND == MARKER_KIND;
-                let (start, end) = (at, at + 4096);
-                match left.last_mut() {
-                    _ if marker => {}
-                    Some(last) if last.end == start && last.categories == region.categories => {
-                        last.end = end;
-                    }
-                    _ => left.push(Region { start, end, ..region }),
+/// Entries of a pagemap, those of several regions at a time.
+struct Entries<'a> {
+    file: &'a File,
+    /// The regions that are asked for, in order.
+    suspects: Vec<Region>,
+    /// The page whose entry is the first of `read`.
+    first: u64,
+    read: Vec<[u8; 8]>,
+}
+
+impl Entries<'_> {
+    fn keep_content(&mut self, region: Region, left: &mut Vec<Region>) -> Result<()> {
+        for start in (region.start..region.end).step_by(4096) {
+            let entry = self.of(start)?;
+            let marker = entry & SWAPPED_BIT != 0 && entry & SWAP_KIND == MARKER_KIND;
+            let end = start + 4096;
+            match left.last_mut() {
+                _ if marker => {}
+                Some(last) if last.end == start && last.categories == region.categories => {
+                    last.end = end;
                 }
-                at = end;
+                _ => left.push(Region { start, end, ..region }),
             }
         }
         Ok(())
+    }
+
+    /// That of the page at an address, which lies in one of the regions.
+    fn of(&mut self, at: u64) -> Result<u64> {
+        let place = |first: u64| (at / 4096).checked_sub(first).map(|place| place as usize);
+        let known = place(self.first).and_then(|place| self.read.get(place));
+        if let Some(entry) = known {
+            return Ok(u64::from_ne_bytes(*entry));
+        }
+        let far = at + ENTRIES * 4096;
+        let near = self.suspects.partition_point(|region| region.start < far);
+        let end = self.suspects[..near].last().map_or(far, |last| last.end.min(far));
+        self.first = at / 4096;
+        self.read.resize((end.div_ceil(4096) - self.first) as usize, [0; 8]);
+        let read = self.file.read_exact_at(self.read.as_flattened_mut(), self.first * 8);
+        read.map_err(KernelError::io("read pagemap"))?;
+        Ok(u64::from_ne_bytes(self.read[0]))
     }
 }
 

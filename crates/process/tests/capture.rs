@@ -270,15 +270,20 @@ def churn():
 churn()
 "#;
 
-#[test]
-fn what_the_runs_rebuild_is_what_the_guest_holds() {
+/// Runs a program that does by chance what it can think of under so many checkpoints, and compares
+/// at least so many pages.
+fn compare_storm(program: &str, checkpoints: usize, least: usize) {
     let seed = std::process::id();
     println!("SEED={seed}");
-    let script = format!("SEED={seed} exec /usr/bin/python3 -c '{CHURN}'");
-    let mut guest = begin(&script);
-    let compared = compare_checkpoints(&mut guest, 60);
-    assert!(compared > 500, "{compared} pages compared");
+    let mut guest = begin(&format!("SEED={seed} exec /usr/bin/python3 -c '{program}'"));
+    let compared = compare_checkpoints(&mut guest, checkpoints);
+    assert!(compared > least && guest.is_alive(), "{compared} pages compared");
     end(guest);
+}
+
+#[test]
+fn what_the_runs_rebuild_is_what_the_guest_holds() {
+    compare_storm(CHURN, 60, 500);
 }
 
 #[test]
@@ -333,13 +338,7 @@ while True:
 
 #[test]
 fn what_goes_with_its_page_table_is_not_kept() {
-    let seed = std::process::id();
-    println!("SEED={seed}");
-    let script = format!("SEED={seed} exec /usr/bin/python3 -c '{TABLES}'");
-    let mut guest = begin(&script);
-    let compared = compare_checkpoints(&mut guest, 100);
-    assert!(compared > 500 && guest.is_alive(), "{compared} pages compared");
-    end(guest);
+    compare_storm(TABLES, 100, 500);
 }
 
 /// What the programs below share: calls, and how to see that a scan has found a page.
@@ -459,13 +458,7 @@ while True:
 
 #[test]
 fn what_is_written_over_a_file_is_all_that_travels_of_it() {
-    let seed = std::process::id();
-    println!("SEED={seed}");
-    let script = format!("SEED={seed} exec /usr/bin/python3 -c '{MAPPER}{FILES}'");
-    let mut guest = begin(&script);
-    let compared = compare_checkpoints(&mut guest, 100);
-    assert!(compared > 100 && guest.is_alive(), "{compared} pages compared");
-    end(guest);
+    compare_storm(&format!("{MAPPER}{FILES}"), 100, 100);
 }
 
 /// Writes to a private mapping of a file, waits until that is tracked and has been copied, and
