@@ -244,8 +244,12 @@ fn cases(arguments: &LatencyArguments) -> Vec<Case<'_>> {
                 ("saturated replies/s".to_owned(), result.saturated.replies_per_s),
                 ("agents' CPU %".to_owned(), result.saturated.agents * 100.0),
             ]);
-            let pause = result.saturated.epochs.get("pause_us").copied().unwrap_or_default();
-            figures.insert("saturated pause p50 µs".to_owned(), pause.p50);
+            for (load, met) in [("seldom", &result.seldom), ("saturated", &result.saturated)] {
+                for part in ["pause", "scan"] {
+                    let spread = met.epochs.get(&format!("{part}_us")).copied().unwrap_or_default();
+                    figures.insert(format!("{load} {part} p50 µs"), spread.p50);
+                }
+            }
             Ok(figures)
         }),
     };

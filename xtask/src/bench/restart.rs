@@ -120,12 +120,16 @@ impl RestartArguments {
         })
     }
 
+    fn count(&self) -> usize {
+        if self.common.quick { 1 } else { self.count.max(1) }
+    }
+
     fn about(&self) -> String {
         let at_once = match self.jobs {
             0 | 1 => String::new(),
             jobs => format!(", {jobs} programs at once, each at a line of its own"),
         };
-        let count = self.count.max(1);
+        let count = self.count();
         format!(
             "{ABOUT} Each kind {count} times, in turns{at_once}; where nothing else is said, what \
              is told of a kind is of the run in the middle, \"all there\" the median."
@@ -133,7 +137,7 @@ impl RestartArguments {
     }
 
     /// Restarts all programs, each kind in turns: what became of each kind of each program.
-    fn rounds(&self, all: &[Recorded], speed: Speed) -> Result<Vec<Vec<Kind>>> {
+    fn rounds(&self, all: &[Recorded], speed: Speed) -> Vec<Result<Vec<Kind>>> {
         let places: Vec<_> = all.iter().map(|recorded| (recorded, OnceLock::new())).collect();
         side_by_side(self.jobs, &places, |(recorded, place)| {
             let begun = Instant::now();
@@ -142,7 +146,7 @@ impl RestartArguments {
             place.get_or_init(|| went.with_context(|| format!("restart {}", recorded.name)));
         });
         let each = places.into_iter().map(|(_, place)| place.into_inner());
-        each.map(|went| went.context("not restarted")?).collect()
+        each.map(|went| went.context("not restarted").flatten()).collect()
     }
 
     fn rounds_of(&self, recorded: &Recorded, speed: Speed) -> Result<Vec<Kind>> {
@@ -150,7 +154,7 @@ impl RestartArguments {
         let beside = self.beside.iter().flat_map(|other| BESIDE.map(|how| (other, STARTS[how].1)));
         let kinds: Vec<(&PathBuf, &[&str])> = own.chain(beside).collect();
         let mut all = vec![Vec::new(); kinds.len()];
-        for _ in 0..if self.common.quick { 1 } else { self.count.max(1) } {
+        for _ in 0..self.count() {
             for (kind, (hotspare, how)) in all.iter_mut().zip(&kinds) {
                 kind.push(recorded.restart(hotspare, how, speed)?);
             }
@@ -246,10 +250,12 @@ pub fn restarts(arguments: &RestartArguments) -> Result<()> {
         let (rate, delay_ms) = (speed.0, speed.1.as_millis() as u64);
         let named = format!("{rate} MB/s, {delay_ms} ms");
         println!("\n{named}:\n");
-        let went = arguments.rounds(&recorded, speed)?;
+        let went = arguments.rounds(&recorded, speed);
         let mut table = Table::new(&COLUMNS);
         let mut all = Vec::new();
         for (recorded, went) in recorded.iter().zip(went) {
+            // What came before an error is in the report by then.
+            let went = went?;
             let others = BESIDE.map(|at| (STARTS[at].0, true));
             let kinds = STARTS.iter().map(|start| (start.0, false)).chain(others);
             for ((start, is_other), restart) in kinds.zip(&went) {
