@@ -60,6 +60,25 @@ pub struct Query {
     pub tracked: bool,
 }
 
+impl Query {
+    /// Whether it asks for "not armed" and nothing else, for which the kernel takes a shorter way.
+    fn is_short(self) -> bool {
+        let written = category::WRITTEN;
+        (self.all_of, self.report) == (written, written) && (self.any_of, self.inverted) == (0, 0)
+    }
+}
+
+/// Whatever is not armed: pages that were written, and what is empty. The kernel has a shorter way
+/// for exactly this.
+pub const NOT_ARMED: Query = Query {
+    any_of: 0,
+    all_of: category::WRITTEN,
+    inverted: 0,
+    report: category::WRITTEN,
+    rearm: false,
+    tracked: true,
+};
+
 /// How a scan ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scanned {
@@ -84,6 +103,7 @@ const ENTRIES: u64 = 128;
 pub struct Pagemap {
     file: File,
     buffer: Vec<Region>,
+    misreads_swap: bool,
 }
 
 impl Pagemap {
@@ -92,11 +112,32 @@ impl Pagemap {
     pub fn open(pid: HostPid) -> Result<Self> {
         let path = format!("/proc/{pid}/pagemap");
         let file = File::open(path).map_err(KernelError::io("open pagemap"))?;
-        Ok(Self { file, buffer: vec![Region::default(); 4096] })
+        let misreads_swap = misreads_swap()?;
+        Ok(Self { file, buffer: vec![Region::default(); 4096], misreads_swap })
     }
 
     /// Walks `[start, end)` and appends what `query` matches to `found`, in address order.
     pub fn scan(
+        &mut self,
+        start: u64,
+        end: u64,
+        query: Query,
+        found: &mut Vec<Region>,
+    ) -> Result<Scanned> {
+        let first = found.len();
+        let scanned = self.walk(start, end, query, found)?;
+        if !self.misreads_swap || !query.is_short() || scanned != Scanned::Complete {
+            return Ok(scanned);
+        }
+        let all_of = query.all_of | category::SWAPPED;
+        let swapped = Query { all_of, ..query };
+        let scanned = self.walk(start, end, swapped, found)?;
+        let together = joined(found.split_off(first));
+        found.extend(together);
+        Ok(scanned)
+    }
+
+    fn walk(
         &mut self,
         start: u64,
         end: u64,
@@ -176,6 +217,44 @@ impl Pagemap {
     }
 }
 
+/// Whether the shorter way of a scan for what is not armed reads the mark of a page that is in
+/// swap, or is being moved, where only a page in memory has it, so that it misses some that were
+/// written (mended by commit 2c7ad9a590d1 in Linux 6.9; 6.8.10, too, but not every kernel of a
+/// distribution tells what was taken into it).
+fn misreads_swap() -> Result<bool> {
+    static MISREADS: OnceLock<bool> = OnceLock::new();
+    if let Some(known) = MISREADS.get() {
+        return Ok(*known);
+    }
+    let path = "/proc/sys/kernel/osrelease";
+    let release = std::fs::read_to_string(path).map_err(KernelError::io("read osrelease"))?;
+    Ok(*MISREADS.get_or_init(|| is_older(&release, (6, 9))))
+}
+
+/// Whether the release of a kernel is older than this one, or cannot be read.
+fn is_older(release: &str, than: (u32, u32)) -> bool {
+    let mut numbers = release.split(|at: char| !at.is_ascii_digit()).map(str::parse);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => (major, minor) < than,
+        _ => true,
+    }
+}
+
+/// Regions in address order, those that meet as one.
+fn joined(mut regions: Vec<Region>) -> Vec<Region> {
+    regions.sort_unstable_by_key(|region| region.start);
+    let mut joined: Vec<Region> = Vec::with_capacity(regions.len());
+    for region in regions {
+        match joined.last_mut() {
+            Some(last) if region.start <= last.end && region.categories == last.categories => {
+                last.end = last.end.max(region.end);
+            }
+            _ => joined.push(region),
+        }
+    }
+    joined
+}
+
 /// Entries of a pagemap, those of several regions at a time.
 struct Entries<'a> {
     file: &'a File,
@@ -229,33 +308,62 @@ pub fn tells_missing_tables() -> bool {
 }
 
 fn try_missing_tables() -> Result<bool> {
-    const BYTES: usize = 8 << 20;
-    let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE);
-    let anywhere = std::ptr::null_mut();
-    // SAFETY: a new mapping at an address of the kernel's choice.
-    let memory =
-        unsafe { libc::mmap(anywhere, BYTES, protection, flags | libc::MAP_ANONYMOUS, -1, 0) };
-    if memory == libc::MAP_FAILED {
-        return Err(KernelError::last("map memory"));
-    }
-    let (start, end) = (memory as u64, memory as u64 + BYTES as u64);
-    let query = Query {
-        all_of: category::WRITTEN,
-        report: category::WRITTEN,
-        tracked: true,
-        ..Query::default()
-    };
-    let told = userfaultfd::own().and_then(|tracker| {
+    let memory = Trial::map(8 << 20)?;
+    let (start, end) = (memory.start(), memory.end());
+    userfaultfd::own().and_then(|tracker| {
         tracker.register(start, end)?;
         let mut found = Vec::new();
         let own = HostPid(std::process::id() as i32);
-        let scanned = Pagemap::open(own)?.scan(start, end, query, &mut found)?;
+        let scanned = Pagemap::open(own)?.scan(start, end, NOT_ARMED, &mut found)?;
         let told: u64 = found.iter().map(|region| region.end - region.start).sum();
-        Ok(scanned == Scanned::Complete && told == BYTES as u64)
-    });
-    // SAFETY: the mapping was just made, and nothing points into it.
-    unsafe { libc::munmap(memory, BYTES) };
-    told
+        Ok(scanned == Scanned::Complete && told == end - start)
+    })
+}
+
+/// Memory of this process, to try things with.
+struct Trial(std::ptr::NonNull<libc::c_void>, usize);
+
+impl Trial {
+    fn map(bytes: usize) -> Result<Self> {
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let (flags, anywhere) = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, std::ptr::null_mut());
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let memory = unsafe { libc::mmap(anywhere, bytes, protection, flags, -1, 0) };
+        match std::ptr::NonNull::new(memory) {
+            Some(memory) if memory.as_ptr() != libc::MAP_FAILED => Ok(Self(memory, bytes)),
+            _ => Err(KernelError::last("map memory")),
+        }
+    }
+
+    fn start(&self) -> u64 {
+        self.0.as_ptr() as u64
+    }
+
+    fn end(&self) -> u64 {
+        self.start() + self.1 as u64
+    }
+
+    #[cfg(test)]
+    fn write(&self, at: u64) {
+        assert!((at as usize) < self.1);
+        let byte = self.0.as_ptr().cast::<u8>().wrapping_add(at as usize);
+        // SAFETY: within the mapping, which is only written to here.
+        unsafe { byte.write_volatile(1) };
+    }
+
+    #[cfg(test)]
+    fn page_out(&self) {
+        // SAFETY: the content stays.
+        let done = unsafe { libc::madvise(self.0.as_ptr(), self.1, libc::MADV_PAGEOUT) };
+        assert_eq!(done, 0, "pages out");
+    }
+}
+
+impl Drop for Trial {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is our own, and nothing points into it.
+        unsafe { libc::munmap(self.0.as_ptr(), self.1) };
+    }
 }
 
 #[cfg(test)]
@@ -287,5 +395,53 @@ mod tests {
             assert!(found.iter().all(|region| first <= region.start && region.end <= end));
             regions = found.len();
         }
+    }
+
+    /// What a kernel before 6.9 needs. On a later one the second walk finds nothing new.
+    #[test]
+    fn a_scan_that_looks_at_swap_once_more_tells_the_same() {
+        const BYTES: u64 = 4 << 20;
+        let memory = Trial::map(BYTES as usize).expect("maps");
+        let tracker = userfaultfd::own().expect("tracks");
+        tracker.register(memory.start(), memory.end()).expect("registers");
+        let mut pagemap = Pagemap::open(HostPid(std::process::id() as i32)).expect("opens");
+        let mut told = |misreads_swap: bool, rearm: bool| {
+            pagemap.misreads_swap = misreads_swap;
+            let mut found = vec![Region::default()];
+            let query = Query { rearm, ..NOT_ARMED };
+            let scanned = pagemap.scan(memory.start(), memory.end(), query, &mut found);
+            assert_eq!(scanned.expect("scans"), Scanned::Complete);
+            found
+        };
+        for page in (0..BYTES).step_by(4096) {
+            memory.write(page);
+        }
+        let all =
+            Region { start: memory.start(), end: memory.end(), categories: category::WRITTEN };
+        assert_eq!(told(true, true)[1..], [all]);
+        assert_eq!(told(true, false)[1..], []);
+        for page in (0..BYTES).step_by(3 * 4096) {
+            memory.write(page);
+        }
+        // Where there is no swap they stay in memory.
+        memory.page_out();
+        let written = told(false, false);
+        assert_eq!(written.len() as u64, 1 + BYTES.div_ceil(3 * 4096));
+        assert_eq!(told(true, false), written);
+    }
+
+    #[test]
+    fn an_older_kernel_is_known_by_its_release() {
+        assert!(is_older("6.8.0-49-generic\n", (6, 9)) && is_older("6.7.12", (6, 9)));
+        assert!(is_older("5.15", (6, 9)) && is_older("unknown", (6, 9)));
+        assert!(!is_older("6.9.0-rc3", (6, 9)) && !is_older("6.18.44-fc-v669\n", (6, 9)));
+        assert!(!is_older("7.0.1", (6, 9)) && !is_older("6.12.0-55.el10", (6, 9)));
+    }
+
+    #[test]
+    fn regions_that_meet_are_one() {
+        let region = |start, end| Region { start, end, categories: category::WRITTEN };
+        let apart = vec![region(9, 10), region(1, 3), region(2, 5), region(5, 6)];
+        assert_eq!(joined(apart), [region(1, 6), region(9, 10)]);
     }
 }

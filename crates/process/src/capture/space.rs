@@ -164,16 +164,9 @@ const WRITTEN_QUERY: Query = Query { all_of: category::WRITTEN, ..ALL_QUERY };
 const FILE_QUERY: Query =
     Query { all_of: category::FILE, inverted: category::FILE, rearm: false, ..ALL_QUERY };
 
-/// Whatever is not armed: pages that were written, and what is empty. (Empty entries could be armed
-/// too, but the kernel would make page tables for all of a sparse mapping then.)
-const QUICK_QUERY: Query = Query {
-    any_of: 0,
-    all_of: category::WRITTEN,
-    inverted: 0,
-    report: category::WRITTEN,
-    rearm: false,
-    tracked: true,
-};
+/// Whatever is not armed. (Empty entries could be armed in anonymous memory, too, but the kernel
+/// would make page tables for all of a sparse mapping then.)
+const QUICK_QUERY: Query = pagemap::NOT_ARMED;
 
 /// The same, and arms it.
 const ARM_QUERY: Query = Query { rearm: true, ..QUICK_QUERY };
@@ -569,12 +562,7 @@ impl Space {
     /// Scans a shared mapping. Pages of shared memory leave the page table when memory is short,
     /// so what is asked for is "not known to be unwritten".
     fn scan_shared(&mut self, line: &MapLine, regions: &mut Vec<Region>) -> ObjectResult<()> {
-        let query = Query {
-            all_of: category::WRITTEN,
-            report: category::WRITTEN,
-            rearm: true,
-            ..Query::default()
-        };
+        let query = ARM_QUERY;
         regions.clear();
         if let Scanned::NotTracked(_) = self.pagemap.scan(line.start, line.end, query, regions)? {
             match self.register(line) {
