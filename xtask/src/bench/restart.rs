@@ -56,9 +56,10 @@ pub struct RestartArguments {
     /// Restarts of each kind, in turns
     #[arg(long, default_value_t = 20)]
     count: usize,
-    /// Programs that restart at once, each at the end of a line of its own
-    #[arg(long, default_value_t = 1)]
-    jobs: usize,
+    /// Programs that restart at once, each at the end of a line of its own [default: as many as
+    /// have 32 MB/s together, four at most]
+    #[arg(long)]
+    jobs: Option<usize>,
     /// Another hotspare program that restores from the same checkpoints, in turns with this one
     #[arg(long)]
     beside: Option<PathBuf>,
@@ -66,6 +67,15 @@ pub struct RestartArguments {
 
 /// Megabytes a second, and the round trip.
 type Speed = (u64, Duration);
+
+/// Restarts that wait for slow lines leave the processors to others: so many may be at work at
+/// once, each at a line of its own, without more coming in than by one line of the fast kind.
+fn at_once((rate, _): Speed) -> usize {
+    (32 / rate.max(1)).clamp(1, 4) as usize
+}
+
+const SEVERAL: &str = "At a slow line several restarts are under way at once, each at a line of \
+    its own: as many as have 32 MB/s together, four at most.";
 
 fn speeds(lines: &[String]) -> Result<Vec<Speed>> {
     let speed = |line: &String| {
@@ -79,7 +89,7 @@ impl RestartArguments {
     pub fn with(common: Common) -> RestartArguments {
         let lines = ["32:70", "7:200"].map(str::to_owned).into();
         let (programs, beside) = (vec![], None);
-        RestartArguments { common, programs, lines, warm: 12, count: 20, jobs: 1, beside }
+        RestartArguments { common, programs, lines, warm: 12, count: 20, jobs: None, beside }
     }
 
     fn wants(&self, name: &str) -> bool {
@@ -126,20 +136,20 @@ impl RestartArguments {
 
     fn about(&self) -> String {
         let at_once = match self.jobs {
-            0 | 1 => String::new(),
-            jobs => format!(", {jobs} programs at once, each at a line of its own"),
+            None => SEVERAL.to_owned(),
+            Some(jobs) => format!("{jobs} programs at once, each at a line of its own."),
         };
         let count = self.count();
         format!(
-            "{ABOUT} Each kind {count} times, in turns{at_once}; where nothing else is said, what \
-             is told of a kind is of the run in the middle, \"all there\" the median."
+            "{ABOUT} Each kind {count} times, in turns; where nothing else is said, what is told \
+             of a kind is of the run in the middle, \"all there\" the median. {at_once}"
         )
     }
 
     /// Restarts all programs, each kind in turns: what became of each kind of each program.
     fn rounds(&self, all: &[Recorded], speed: Speed) -> Vec<Result<Vec<Kind>>> {
         let places: Vec<_> = all.iter().map(|recorded| (recorded, OnceLock::new())).collect();
-        side_by_side(self.jobs, &places, |(recorded, place)| {
+        side_by_side(self.jobs.unwrap_or(at_once(speed)), &places, |(recorded, place)| {
             let begun = Instant::now();
             let went = self.rounds_of(recorded, speed);
             println!("{}: {:.0} s", recorded.name, begun.elapsed().as_secs_f64());
@@ -434,11 +444,12 @@ impl Tracking {
     }
 }
 
-/// A program's checkpoints, in a directory.
+/// A program's checkpoints, in a directory, and where it is restored.
 struct Recorded {
     hotspare: PathBuf,
     name: &'static str,
     lab: Lab,
+    served: PathBuf,
     tracking: Tracking,
 }
 
@@ -461,9 +472,10 @@ impl Recorded {
         command.arg("--").args(program);
         let primary = lab.host(0).spawn(&mut command)?;
         meanwhile(&lab, &primary).with_context(|| format!("{name}:\n{}", primary.said()))?;
-        let served = lab.host(0).outside(format!("{LAB_DIR}/served/{PLACE}/{name}"));
+        let served = lab.host(0).outside(format!("{LAB_DIR}/served"));
+        let touched = served.join(format!("{PLACE}/{name}/touched"));
         let deadline = Instant::now() + PATIENCE;
-        while !served.join("touched").exists() {
+        while !touched.exists() {
             if Instant::now() > deadline {
                 bail!("nothing is known of what {name} touches:\n{}", primary.said());
             }
@@ -471,7 +483,14 @@ impl Recorded {
         }
         kill(&primary)?;
         let tracking = Tracking::of(&primary);
-        Ok(Self { hotspare: hotspare.to_owned(), name, lab, tracking })
+        Ok(Self { hotspare: hotspare.to_owned(), name, lab, served, tracking })
+    }
+
+    /// The same checkpoints, to be restored on other hosts.
+    fn elsewhere(&self) -> Result<Self> {
+        let (hotspare, served) = (self.hotspare.clone(), self.served.clone());
+        let (lab, tracking) = (Lab::new(2)?, self.tracking.clone());
+        Ok(Self { hotspare, name: self.name, lab, served, tracking })
     }
 
     /// Begins to restore it at the end of a line.
@@ -482,10 +501,9 @@ impl Recorded {
         (rate, delay): Speed,
     ) -> Result<(Process, Arc<Line>)> {
         let (host, line) = (self.lab.host(1), Arc::new(Line::new(rate, delay)));
-        let served = self.lab.host(0).outside(format!("{LAB_DIR}/served"));
         let listener = host.inside(|| TcpListener::bind(("127.0.0.1", 0)))?;
         let port = listener.local_addr()?.port();
-        let answers = line.clone();
+        let (answers, served) = (line.clone(), self.served.clone());
         std::thread::spawn(move || line::serve(&listener, &served, &answers));
         let from = format!("s3://b/{PLACE}?endpoint=http://127.0.0.1:{port}&region=us-east-1");
         let mut command = Command::new(hotspare);

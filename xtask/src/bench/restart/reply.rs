@@ -4,18 +4,20 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use hotspare_torture::bench::Spread;
 use hotspare_torture::dice::Dice;
-use hotspare_torture::lab::{LAB_DIR, Lab, Process, SERVICE_CIDR, SERVICE_V4};
+use hotspare_torture::lab::{LAB_DIR, Lab, Process, SERVICE_CIDR, SERVICE_V4, lock};
 use serde::Serialize;
 use serde_json::json;
 
-use super::{PATIENCE, PLACE, Recorded, Restart, Speed, kill, went};
+use super::{PATIENCE, PLACE, Recorded, Restart, SEVERAL, Speed, at_once, kill, went};
 use crate::bench::report::{Common, Report, Table, wrapped};
+use crate::pool::side_by_side;
 use crate::tree;
 
 /// Of the guest.
@@ -98,28 +100,45 @@ pub fn replies(arguments: &ReplyArguments) -> Result<()> {
         let own: &Path = &recorded.hotspare;
         let mut kinds: Vec<(&Path, &[&str])> = vec![(own, &["--load-first"]), (own, &[])];
         kinds.extend(arguments.beside.iter().map(|other| (other.as_path(), &[][..])));
-        let mut all: [Vec<Reply>; 3] = Default::default();
-        let mut sent = 0.0;
-        for round in 0..count {
-            for (kind, how) in all.iter_mut().zip(&kinds) {
-                let (reply, bytes) = restart(&recorded, *how, speed, keys, round as u64)?;
-                println!("round {round}, {how:?}: {reply:?}");
-                kind.push(reply);
-                sent = bytes;
-            }
-        }
-        let [first, behind, _] = &all;
+        let all = rounds(&recorded, &kinds, speed, (keys, count))?;
+        let of = |kind: usize| all.iter().filter(move |(of, ..)| *of == kind);
+        let [first, behind] = [0, 1]
+            .map(|kind| -> Vec<Reply> { of(kind).map(|(_, reply, _)| reply.clone()).collect() });
+        let sent = of(1).next_back().map_or(0.0, |(.., sent)| *sent);
         let delay_ms = speed.1.as_millis() as u64;
-        for (start, replies) in [("loaded", first), ("early", behind)] {
+        for (start, replies) in [("loaded", &first), ("early", &behind)] {
             let of = json!({ "keys": keys, "start": start, "mb_per_s": speed.0,
                 "round_trip_ms": delay_ms });
             report.add(of, replies)?;
         }
         let line = format!("{} MB/s, {delay_ms} ms", speed.0);
-        table.row(row(line, keys, sent, (first, behind)));
+        table.row(row(line, keys, sent, (&first, &behind)));
     }
-    let about = format!("{ABOUT} Each {count} times, in turns.");
+    let about = format!("{ABOUT} Each {count} times, in turns. {SEVERAL}");
     report.finish("first-reply", &format!("{}\n{}", wrapped(&about), table.text))
+}
+
+/// Restarts of each kind, in turns: which kind, how it went, and the megabytes sent for it.
+fn rounds(
+    recorded: &Recorded,
+    kinds: &[(&Path, &[&str])],
+    speed: Speed,
+    (keys, count): (u64, usize),
+) -> Result<Vec<(usize, Reply, f64)>> {
+    let jobs = at_once(speed);
+    let sites = (0..jobs).map(|_| recorded.elsewhere()).collect::<Result<Vec<_>>>()?;
+    let (sites, went) = (Mutex::new(sites), Mutex::new(Vec::new()));
+    side_by_side(jobs, 0..count, |round| {
+        // There are as many as are at work.
+        let Some(site) = lock(&sites).pop() else { return };
+        for (kind, how) in kinds.iter().enumerate() {
+            let one = restart(&site, *how, speed, keys, round as u64);
+            println!("round {round}, {how:?}: {one:?}");
+            lock(&went).push(one.map(|(reply, sent)| (kind, reply, sent)));
+        }
+        lock(&sites).push(site);
+    });
+    went.into_inner().unwrap_or_else(PoisonError::into_inner).into_iter().collect()
 }
 
 /// Of a line: everything first, and what `restore` does.
