@@ -12,6 +12,7 @@ use hotspare_image::{NodeId, Position, Term};
 use hotspare_net::callers::Callers;
 use hotspare_net::gate::Gate;
 use hotspare_net::relay::Relay;
+use hotspare_process::ghost::copy::GhostMemory;
 use hotspare_replica::heartbeat::{HeartKey, STACK_BYTES};
 use hotspare_replica::message::SwitchoverOffer;
 use hotspare_replica::{
@@ -49,6 +50,8 @@ pub enum Message {
     Joined(Box<Joined>),
     /// A whole checkpoint has arrived and been checked.
     Checkpoint(Arrived),
+    /// The reader of a stream wants what this spare has kept in memory for it.
+    Keep(StreamId, std::sync::mpsc::Sender<GhostMemory>),
     /// The primary asks whether packets may pass through here.
     OpenPath(StreamId),
     /// Packets pass through this spare.

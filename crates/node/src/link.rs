@@ -3,6 +3,7 @@
 use std::io::{BufReader, Read};
 use std::net::SocketAddr;
 use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -10,7 +11,7 @@ use hotspare_cluster::{Closed, Event};
 use hotspare_image::NodeId;
 use hotspare_kernel::kill_point::{KillPoint, pass};
 use hotspare_net::gate::Gate;
-use hotspare_replica::message::RefuseCode;
+use hotspare_replica::message::{RefuseCode, VERSION_OF_KEPT};
 use hotspare_replica::{
     Channel, Compression, GoodbyeCode, Greeting, Reply, ReplyReader, Welcome, closed, sender,
 };
@@ -25,6 +26,8 @@ pub const QUEUE_BYTES: usize = 16 << 20;
 const DECISION: Duration = Duration::from_secs(10);
 /// Read at once: frames are small, but many.
 pub const READ_BYTES: usize = 64 << 10;
+/// Of a spare that tells what it has kept, before pages go to it.
+const HEAD_START: Duration = Duration::from_millis(300);
 const REDIAL: Duration = Duration::from_millis(300);
 
 /// Dials a spare again and again for as long as the program lives.
@@ -90,12 +93,26 @@ pub fn serve(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
     })?;
     agent.face().ways.insert(node, (stream, sender.packets()));
     let spare = SpareIn { node, sender, heart, listens, stream, version };
-    agent.owner.send(Message::SpareIn(Box::new(spare)));
+    let entering = enter(agent, spare)?;
     let (how, differ) = hear(agent, node, stream, &mut replies);
+    // In this order: it is in, it is out.
+    drop(entering.join());
     agent.face().ways.retain(|_, (of, _)| *of != stream);
     agent.owner.send(Message::SpareOut(node, stream));
     agent.tell_of(node, stream, Event::StreamClosed { peer: node, how });
     differ.map_or(Ok(()), |differ| Err(differ.into()))
+}
+
+/// Lets a spare in once it has told what it has kept. One that has much to tell goes on with that
+/// beside its first checkpoint.
+fn enter(agent: &Agent, spare: SpareIn) -> std::io::Result<JoinHandle<()>> {
+    let agent = agent.clone();
+    std::thread::Builder::new().name("enter".into()).spawn(move || {
+        if spare.version >= VERSION_OF_KEPT {
+            spare.sender.await_kept(HEAD_START);
+        }
+        agent.owner.send(Message::SpareIn(Box::new(spare)));
+    })
 }
 
 /// Passes on what a spare says until the stream ends; how that was, and whether files differ.

@@ -17,6 +17,7 @@ mod fuzz;
 mod history;
 mod hooks;
 mod join;
+mod kept;
 mod launch;
 mod link;
 mod look;

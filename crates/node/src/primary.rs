@@ -80,6 +80,8 @@ pub struct Reach {
     listens: Option<SocketAddr>,
     pub stream: StreamId,
     version: u32,
+    /// It has acknowledged a checkpoint.
+    has_ghost: bool,
 }
 
 impl Reach {
@@ -296,6 +298,7 @@ impl Primary {
             | Message::Offered(..)
             | Message::Joined(_)
             | Message::Checkpoint(_)
+            | Message::Keep(..)
             | Message::OpenPath(_)
             | Message::PrimaryOut(..)
             | Message::GuestOver(_)
@@ -310,7 +313,7 @@ impl Primary {
             // The end of its stream before is told later, and then no more of its business.
             self.leave(spare.node);
         }
-        self.reach.insert(spare.node, Reach { heart, listens, stream, version });
+        self.reach.insert(spare.node, Reach { heart, listens, stream, version, has_ghost: false });
         self.door.tell(spare.node, spare.sender.packets());
         self.maker.join(spare.node, spare.sender);
         self.count_spares();
@@ -326,9 +329,27 @@ impl Primary {
         self.reach.get(&node).is_some_and(|reach| reach.version >= VERSION_OF_PATH)
     }
 
+    /// Says of a first checkpoint how much of it the spare had already.
+    fn tell_kept(&mut self, node: NodeId) {
+        let reach = self.reach.get_mut(&node);
+        if reach.is_none_or(|reach| std::mem::replace(&mut reach.has_ghost, true)) {
+            return;
+        }
+        let spare = self.maker.takers.spares.get(&node);
+        let pages = spare.map(|spare| spare.stats().pages).unwrap_or_default();
+        if pages.kept > 0 {
+            self.agent.reporter.note(&format!(
+                "spare {node} had {} of {} pages from before: these did not travel",
+                pages.kept,
+                pages.pages()
+            ));
+        }
+    }
+
     fn acknowledged(&mut self, node: NodeId, position: Position) {
         self.agent.meters.file_bytes.add(std::mem::take(&mut self.maker.file_bytes));
         self.seek_path();
+        self.tell_kept(node);
         let reporter = &self.agent.reporter;
         self.committed = self.committed.max(position.epoch);
         let ready = self.agent.face().ready;

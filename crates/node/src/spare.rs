@@ -14,6 +14,7 @@ use hotspare_kernel::kill_point::{KillPoint, pass};
 use hotspare_net::callers::Callers;
 use hotspare_net::relay::Whole;
 use hotspare_net::takeover::ServiceNetwork;
+use hotspare_process::ghost::copy::GhostMemory;
 use hotspare_process::ghost::{Ghost, GhostConfig, clock_offsets};
 use hotspare_process::init::{ClockOffsets, InitConfig, WritablePath};
 use hotspare_process::lazy::LoaderProgress;
@@ -30,6 +31,7 @@ use crate::alike::{Comparison, FilesDiffer};
 use crate::arbiter::Holds;
 use crate::history::What;
 use crate::hooks::Hook;
+use crate::kept::Kept;
 use crate::link::READ_BYTES;
 use crate::mailbox::{Inbox, Place, Room};
 use crate::metrics::Counter;
@@ -51,15 +53,20 @@ type SharedReplier = Arc<Mutex<Replier<hotspare_replica::WriteHalf>>>;
 struct Welcomed {
     primary: NodeId,
     stream: StreamId,
+    version: u32,
     read: hotspare_replica::ReadHalf,
     replier: SharedReplier,
 }
 
 /// Plays the spare on a connection until it ends.
 pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
-    let Welcomed { primary, stream, read, replier } = greet(agent, channel)?;
+    let Welcomed { primary, stream, version, read, replier } = greet(agent, channel)?;
     let read = BufReader::with_capacity(READ_BYTES, read);
     let mut receiver = Receiver::new(read, StagingLimits::default());
+    let mut kept = Kept::tell(agent, (stream, version), &replier);
+    if let Some(kept) = &kept {
+        receiver = receiver.with_keeper(kept.clone());
+    }
     let room = Room::new(STAGED_MAX);
     let (mut comparison, mut differ) = (Comparison::default(), None);
     let (text, how) = loop {
@@ -75,6 +82,7 @@ pub fn follow(agent: &Agent, channel: Channel) -> anyhow::Result<()> {
                 tell_changed(agent, &mut comparison);
                 match incoming {
                     Incoming::Checkpoint(staged) => {
+                        kept.take().iter().for_each(Kept::end);
                         arrived(agent, stream, staged, room.place(), &replier);
                     }
                     incoming => {
@@ -148,7 +156,8 @@ fn greet(agent: &Agent, channel: Channel) -> anyhow::Result<Welcomed> {
     agent.brain.tell(Event::Joined { primary, term, rank, quorum });
     let joined = Joined { primary, term, settings, replier: replier.clone(), stream, hangup };
     agent.owner.send(Message::Joined(Box::new(joined)));
-    Ok(Welcomed { primary, stream, read, replier })
+    let version = welcome.version;
+    Ok(Welcomed { primary, stream, version, read, replier })
 }
 
 fn say_goodbye(
@@ -406,6 +415,12 @@ impl Spare {
             Message::Joined(joined) => self.join(*joined),
             Message::Checkpoint(arrived) => self.take_checkpoint(arrived),
             Message::OpenPath(stream) => self.open_path(stream),
+            Message::Keep(stream, answer) => {
+                if let Some(memory) = self.kept_memory(stream) {
+                    // Whoever does not wait any more does without.
+                    let _ = answer.send(memory);
+                }
+            }
             Message::Offered(from, SwitchoverOffer { term, position }) => {
                 self.offered = Some(term);
                 self.agent.brain.tell(Event::SwitchoverOffered { from, term, position });
@@ -459,6 +474,16 @@ impl Spare {
         if let Some(before) = self.following.replace(joined) {
             before.hangup.hang_up();
         }
+    }
+
+    /// The memory of a ghost of the same guest that an earlier stream has brought.
+    fn kept_memory(&self, stream: StreamId) -> Option<GhostMemory> {
+        let joined = self.following.as_ref().filter(|joined| joined.stream == stream)?;
+        let guest = &joined.settings.guest;
+        let of_it = |held: &&Held| held.settings.guest == *guest && held.late.is_none();
+        let held = self.ghost.as_ref().filter(of_it)?;
+        let memory = held.ghost.memory();
+        memory.inspect_err(|error| tracing::debug!(%error, "nothing is kept")).ok()
     }
 
     /// Where the primary to join listens; the one that dials.

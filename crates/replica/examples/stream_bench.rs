@@ -63,7 +63,7 @@ fn encoding(name: &str, effort: Effort, fresh: bool, mut change: impl FnMut(u64,
                 bodies.iter().for_each(|body| {
                     payload.extend_from_slice(match body {
                         Body::Page(number) => pages[*number],
-                        Body::Lines(range) => &lines[range.clone()],
+                        Body::Beside(range) => &lines[range.clone()],
                     });
                 });
             }

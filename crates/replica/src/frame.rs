@@ -70,6 +70,8 @@ kinds! {
     Output = 35,
     /// A packet for the guest, which came to the spare.
     Input = 36,
+    /// Pages that the spare has of the ghost it had before.
+    Kept = 37,
     /// Who the spares are.
     Members = 48,
     /// The primary offers its term.
@@ -96,6 +98,9 @@ pub enum FrameError {
     /// The checkpoint under way cannot be kept here.
     #[error("keep the checkpoint under way in its temporary file: {0}; is the disk full?")]
     Staging(io::Error),
+    /// A page that was told as kept is not there.
+    #[error("read a page of the ghost before: {0}")]
+    Kept(io::Error),
     /// The stream is not ours, or lost its step.
     #[error("the peer does not speak Hotspare's protocol (frame starts with {0:02x?})")]
     Magic([u8; 4]),

@@ -10,9 +10,11 @@ use crate::frame::{Frame, FrameBuffer, FrameError, Kind};
 /// Oldest version of the protocol this program speaks.
 pub const VERSION_MIN: u32 = 3;
 /// Newest version of the protocol this program speaks.
-pub const VERSION_MAX: u32 = 4;
+pub const VERSION_MAX: u32 = 5;
 /// From this version on packets can pass through the spare.
 pub const VERSION_OF_PATH: u32 = 4;
+/// From this version on a spare tells what it has kept.
+pub const VERSION_OF_KEPT: u32 = 5;
 
 /// A host's part at the moment of greeting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]

@@ -1,6 +1,6 @@
 //! How page contents travel: zero pages as nothing, others raw, as LZ4, as LZ4 of the difference
-//! from what the spare already has, or as those lines of them that have changed. Pure functions of
-//! bytes; layout: `docs/formats/stream.md`.
+//! from what the spare already has, as those lines of them that have changed, or by the number of a
+//! page that the spare has kept. Pure functions of bytes; layout: `docs/formats/stream.md`.
 
 use std::ops::Range;
 
@@ -10,6 +10,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::bases::{Bases, PAGE, PageName};
 use crate::frame::{FrameError, Kind};
+use crate::kept::{Keeper, KeptPages};
 use crate::lines::{LINE, LineSums, put_lines, stretches};
 
 /// Most pages with a descriptor in one frame: even as runs of one page each, raw, they fit.
@@ -40,9 +41,21 @@ pub enum Encoding {
     XorLz4,
     /// Which lines have changed, a bit each, and their bytes; the others are as they were.
     Lines,
+    /// The number of a page that the spare has kept ([`crate::kept`]).
+    Kept,
 }
 
 impl Encoding {
+    /// All of them.
+    pub const ALL: [Encoding; 6] = [
+        Encoding::Raw,
+        Encoding::Zero,
+        Encoding::Lz4,
+        Encoding::XorLz4,
+        Encoding::Lines,
+        Encoding::Kept,
+    ];
+
     /// The number on the wire.
     #[must_use]
     pub const fn number(self) -> u16 {
@@ -52,13 +65,12 @@ impl Encoding {
             Encoding::Lz4 => 2,
             Encoding::XorLz4 => 3,
             Encoding::Lines => 4,
+            Encoding::Kept => 5,
         }
     }
 
     fn from_number(number: u16) -> Option<Encoding> {
-        [Encoding::Raw, Encoding::Zero, Encoding::Lz4, Encoding::XorLz4, Encoding::Lines]
-            .into_iter()
-            .find(|encoding| encoding.number() == number)
+        Encoding::ALL.into_iter().find(|encoding| encoding.number() == number)
     }
 }
 
@@ -118,18 +130,22 @@ pub struct EncodeCounts {
     pub xor: u64,
     /// Pages of which the changed lines were sent.
     pub lines: u64,
+    /// Pages that the spare had kept.
+    pub kept: u64,
 }
 
 impl EncodeCounts {
     /// All pages.
     #[must_use]
     pub fn pages(self) -> u64 {
-        self.raw + self.zero + self.lz4 + self.xor + self.lines
+        self.raw + self.zero + self.lz4 + self.xor + self.lines + self.kept
     }
 }
 
 /// Encodes pages of one stream, in order.
 pub struct PageEncoder {
+    /// What the spare has of the ghost it had before.
+    pub kept: KeptPages,
     bases: Bases,
     sums: LineSums,
     table: CompressTable,
@@ -140,6 +156,7 @@ pub struct PageEncoder {
 impl Default for PageEncoder {
     fn default() -> Self {
         PageEncoder {
+            kept: KeptPages::default(),
             bases: Bases::default(),
             sums: LineSums::default(),
             table: CompressTable::small(),
@@ -205,6 +222,10 @@ impl PageEncoder {
             put_lines(changed, page, payload);
             return Encoding::Lines;
         }
+        if let Some(number) = self.kept.find(page) {
+            payload.extend_from_slice(&number.to_le_bytes());
+            return Encoding::Kept;
+        }
         self.remember(name, page);
         if trial.is_due() {
             let length = compress(page, &mut self.compressed, &mut self.table);
@@ -223,7 +244,8 @@ impl PageEncoder {
     }
 
     /// Appends the head of a Pages frame to `payload`. The bodies that follow it are told in their
-    /// order: pages as they are, or changed lines of one or several pages, which go to `lines`.
+    /// order: pages as they are, or what else is told of one or several pages, which goes to
+    /// `beside`.
     ///
     /// # Panics
     /// As [`PageEncoder::squeeze`].
@@ -233,31 +255,47 @@ impl PageEncoder {
         runs: &[PageRun],
         pages: &[&[u8]],
         payload: &mut Vec<u8>,
-        lines: &mut Vec<u8>,
+        beside: &mut Vec<u8>,
     ) -> (EncodeCounts, Vec<Body>) {
         let table = put_described(owner, runs, pages, payload);
         let mut counts = EncodeCounts::default();
         let mut bodies = Vec::with_capacity(pages.len());
         for (number, (page, address)) in pages.iter().zip(addresses(runs)).enumerate() {
-            let (encoding, length) = if is_zero(page) {
-                self.sums.forget(owner, address, 1);
-                (Encoding::Zero, 0)
-            } else if let Some(changed) = self.sums.changed((owner, address), page) {
-                let before = lines.len();
-                put_lines(changed, page, lines);
-                match bodies.last_mut() {
-                    Some(Body::Lines(last)) => last.end = lines.len(),
-                    _ => bodies.push(Body::Lines(before..lines.len())),
-                }
-                (Encoding::Lines, lines.len() - before)
-            } else {
-                bodies.push(Body::Page(number));
-                (Encoding::Raw, PAGE)
+            let before = beside.len();
+            let encoding = self.tell_beside((owner, address), page, beside);
+            let length = match encoding {
+                Encoding::Raw => PAGE,
+                _ => beside.len() - before,
             };
+            match (encoding, bodies.last_mut()) {
+                (Encoding::Zero, _) => {}
+                (Encoding::Raw, _) => bodies.push(Body::Page(number)),
+                (_, Some(Body::Beside(last))) => last.end = beside.len(),
+                _ => bodies.push(Body::Beside(before..beside.len())),
+            }
             counts.add(encoding);
             put_descriptor(payload, table, number, encoding, length);
         }
         (counts, bodies)
+    }
+
+    /// What is told of a page that is not compressed, and how; raw if it is to follow.
+    fn tell_beside(&mut self, name: PageName, page: &[u8], beside: &mut Vec<u8>) -> Encoding {
+        if is_zero(page) {
+            self.sums.forget(name.0, name.1, 1);
+            return Encoding::Zero;
+        }
+        if let Some(changed) = self.sums.changed(name, page) {
+            put_lines(changed, page, beside);
+            return Encoding::Lines;
+        }
+        match self.kept.find(page) {
+            Some(number) => {
+                beside.extend_from_slice(&number.to_le_bytes());
+                Encoding::Kept
+            }
+            None => Encoding::Raw,
+        }
     }
 
     /// These pages have been discarded, or are zero: what is sent of them next is sent whole.
@@ -278,8 +316,8 @@ impl PageEncoder {
 pub enum Body {
     /// A page as it is, by its number in the frame.
     Page(usize),
-    /// A part of the changed lines.
-    Lines(Range<usize>),
+    /// A part of what was told beside: changed lines, numbers.
+    Beside(Range<usize>),
 }
 
 /// Appends everything before the bodies of described pages; where their descriptors are.
@@ -337,6 +375,7 @@ impl EncodeCounts {
         self.lz4 += more.lz4;
         self.xor += more.xor;
         self.lines += more.lines;
+        self.kept += more.kept;
     }
 
     fn add(&mut self, encoding: Encoding) {
@@ -346,6 +385,7 @@ impl EncodeCounts {
             Encoding::Lz4 => self.lz4 += 1,
             Encoding::XorLz4 => self.xor += 1,
             Encoding::Lines => self.lines += 1,
+            Encoding::Kept => self.kept += 1,
         }
     }
 }
@@ -429,13 +469,15 @@ pub enum Content<'a> {
 
 /// Decodes pages of one stream, in order.
 pub struct PageDecoder {
+    /// Has the pages that this spare has told as kept.
+    pub kept: Option<Box<dyn Keeper>>,
     bases: Bases,
     page: Vec<u8>,
 }
 
 impl Default for PageDecoder {
     fn default() -> Self {
-        PageDecoder { bases: Bases::default(), page: vec![0; PAGE] }
+        PageDecoder { kept: None, bases: Bases::default(), page: vec![0; PAGE] }
     }
 }
 
@@ -469,15 +511,16 @@ impl PageDecoder {
                 let descriptor = table.u16()?;
                 let address = run.first + page * PAGE as u64;
                 let name = (owner, address);
-                let page = decode_page(&self.bases, &mut self.page, &mut bytes, name, descriptor)?;
-                match page {
+                let Self { bases, kept, page } = &mut *self;
+                match decode_page(bases, kept, page, &mut bytes, name, descriptor)? {
                     Decoded::Zero => sink(owner, address, Content::Zero(1))?,
                     Decoded::Whole(page) => {
                         sink(owner, address, Content::Bytes(page))?;
                         if remember {
-                            self.bases.note(name).0.copy_from_slice(page);
+                            bases.note(name).0.copy_from_slice(page);
                         }
                     }
+                    Decoded::Kept(page) => sink(owner, address, Content::Bytes(page))?,
                     Decoded::Lines(changed, mut lines) => {
                         for stretch in stretches(changed) {
                             let part = lines.take(stretch.len())?;
@@ -495,12 +538,14 @@ impl PageDecoder {
 enum Decoded<'a> {
     Zero,
     Whole(&'a [u8]),
+    Kept(&'a [u8]),
     Lines(u32, Bytes<'a>),
 }
 
 /// One page; its bytes are in the payload or in `scratch`.
 fn decode_page<'a, 'payload: 'a>(
     bases: &Bases,
+    kept: &mut Option<Box<dyn Keeper>>,
     scratch: &'a mut [u8],
     bytes: &mut Bytes<'payload>,
     name: PageName,
@@ -520,6 +565,12 @@ fn decode_page<'a, 'payload: 'a>(
                 return Err(malformed("another number of lines"));
             }
             return Ok(Decoded::Lines(changed, lines));
+        }
+        Encoding::Kept => {
+            let number = body.try_into().map_err(|_| malformed("number of a kept page"))?;
+            let kept = kept.as_mut().ok_or(malformed("nothing was told as kept"))?;
+            kept.page(u32::from_le_bytes(number), scratch).map_err(FrameError::Kept)?;
+            return Ok(Decoded::Kept(scratch));
         }
         Encoding::Lz4 => decompress_page(body, scratch)?,
         Encoding::XorLz4 => {
@@ -710,7 +761,7 @@ mod tests {
         for body in bodies {
             payload.extend_from_slice(match body {
                 Body::Page(number) => pages[number],
-                Body::Lines(range) => &lines[range],
+                Body::Beside(range) => &lines[range],
             });
         }
         (counts, payload)
@@ -774,8 +825,69 @@ mod tests {
             decoder.decode(&payload, squeezes, apply).unwrap();
             assert!(spare == guest, "round {round}: {counts:?}");
         }
-        let EncodeCounts { raw, zero, lz4, xor, lines } = total;
+        let EncodeCounts { raw, zero, lz4, xor, lines, .. } = total;
         assert!([raw, zero, lz4, xor, lines].iter().all(|count| *count > 10), "{total:?}");
+    }
+
+    struct Two(Vec<u8>, Vec<u8>);
+
+    impl Keeper for Two {
+        fn page(&mut self, number: u32, page: &mut [u8]) -> std::io::Result<()> {
+            let kept = [&self.0, &self.1].into_iter().nth(number as usize);
+            page.copy_from_slice(kept.ok_or(std::io::ErrorKind::NotFound)?);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_page_that_the_spare_has_kept_travels_as_a_number() {
+        let (one, two, new) = (noise(1), noise(2), noise(3));
+        let key = [9; 32];
+        let digests = [&one, &two].map(|page| crate::kept::digest(&key, page));
+        let bytes = [two.clone(), new, one.clone(), one.clone()].concat();
+        let runs = [PageRun { first: 0x1000, pages: 3 }, PageRun { first: 0x9000, pages: 1 }];
+        for squeezes in [false, true] {
+            let (mut encoder, mut decoder) = (PageEncoder::default(), PageDecoder::default());
+            encoder.kept.learn(key, &digests);
+            decoder.kept = Some(Box::new(Two(one.clone(), two.clone())));
+            let (counts, payload) = if squeezes {
+                let mut payload = Vec::new();
+                (encoder.squeeze(OWNER, &runs, &cut(&bytes), &mut payload), payload)
+            } else {
+                plainly(&mut encoder, &runs, &cut(&bytes))
+            };
+            assert_eq!((counts.kept, counts.raw), (3, 1));
+            assert_eq!(payload.len(), 16 + 2 * 16 + 4 * 2 + 3 * 4 + PAGE);
+            let back = decoded(&mut decoder, &payload, squeezes);
+            assert!(back.into_iter().flat_map(|page| page.1).eq(bytes.iter().copied()));
+            // What was sent by its number counts as sent: a change of it is a few lines.
+            let mut changed = bytes[..PAGE].to_vec();
+            changed[5] ^= 1;
+            let run = [PageRun { first: 0x1000, pages: 1 }];
+            let (counts, _) = plainly(&mut encoder, &run, &[&changed]);
+            assert_eq!(counts.lines, 1);
+            // A ghost that is another one by now has kept nothing.
+            encoder.kept.end();
+            let run = [PageRun { first: 0x7000, pages: 1 }];
+            assert_eq!(plainly(&mut encoder, &run, &[&one]).0.raw, 1);
+        }
+    }
+
+    #[test]
+    fn a_number_that_was_never_told_is_refused() {
+        let key = [9; 32];
+        let mut encoder = PageEncoder::default();
+        let page = noise(1);
+        encoder.kept.learn(key, &[[0; 16], [1; 16], crate::kept::digest(&key, &page)]);
+        let run = [PageRun { first: 0x1000, pages: 1 }];
+        let (counts, payload) = plainly(&mut encoder, &run, &[&page]);
+        assert_eq!(counts.kept, 1);
+        let mut decoder = PageDecoder::default();
+        let error = decoder.decode(&payload, false, |_, _, _| Ok(())).unwrap_err();
+        assert!(error.to_string().contains("nothing was told"), "{error}");
+        decoder.kept = Some(Box::new(Two(noise(1), noise(2))));
+        let error = decoder.decode(&payload, false, |_, _, _| Ok(())).unwrap_err();
+        assert!(matches!(error, FrameError::Kept(_)), "{error}");
     }
 
     #[test]

@@ -7,6 +7,7 @@ use hotspare_image::files::FileIdentity;
 use hotspare_image::{Epoch, Position};
 
 use crate::frame::{Frame, FrameBuffer, FrameError, FrameReader, Kind};
+use crate::kept::{Digest, DigestKey, Keeper};
 use crate::message::{
     CheckpointBegin, Goodbye, MemberEntry, SwitchoverOffer, open, open_packet, seal, seal_packet,
 };
@@ -65,6 +66,13 @@ impl<R: Read> Receiver<R> {
             staging: None,
             last: Position::default(),
         }
+    }
+
+    /// Pages that this spare tells as kept are read from `keeper`.
+    #[must_use]
+    pub fn with_keeper(mut self, keeper: impl Keeper + 'static) -> Self {
+        self.decoder.kept = Some(Box::new(keeper));
+        self
     }
 
     /// Waits for the next whole thing. After an error the stream is of no more use: what it was
@@ -143,6 +151,7 @@ impl<R: Read> Receiver<R> {
             | Kind::Refuse
             | Kind::CheckpointBegin
             | Kind::Ack
+            | Kind::Kept
             | Kind::Input
             | Kind::SwitchoverRefused => return Err(out_of_place("a primary does not send it")),
         })
@@ -171,6 +180,16 @@ impl<W: Write> Replier<W> {
     /// Declines an offered switchover.
     pub fn refuse_switchover(&mut self, why: &str) -> io::Result<()> {
         self.send(Kind::SwitchoverRefused, &why)
+    }
+
+    /// Tells of more pages that are kept here, at most [`crate::kept::DIGESTS_MAX`]; of none: that
+    /// is all.
+    pub fn kept(&mut self, key: &DigestKey, digests: &[Digest]) -> io::Result<()> {
+        self.buffer.clear();
+        self.buffer.extend(key);
+        self.buffer.extend(digests.as_flattened());
+        self.stream.write_all(self.buffer.seal(Kind::Kept, 0))?;
+        self.stream.flush()
     }
 
     /// Says that clients reach the guest through here from now on.

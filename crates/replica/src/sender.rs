@@ -10,7 +10,10 @@ use hotspare_image::memory::PageOwner;
 use hotspare_image::{Epoch, Position, SharedBytes, Term};
 
 use crate::bases::PAGE;
-use crate::frame::{FLAG_REMEMBER, FrameBuffer, FrameError, FrameReader, Kind, PAYLOAD_BYTES_MAX};
+use crate::frame::{
+    FLAG_REMEMBER, Frame, FrameBuffer, FrameError, FrameReader, Kind, PAYLOAD_BYTES_MAX,
+};
+use crate::kept::{Digest, DigestKey, Told};
 use crate::message::{
     CheckpointBegin, CheckpointEnd, Goodbye, GoodbyeCode, MemberEntry, SwitchoverOffer, open,
     open_packet, seal, seal_packet,
@@ -120,6 +123,7 @@ enum Job {
     Bytes(Kind, Arc<Vec<u8>>),
     End(Position, Option<u64>),
     Output(Epoch, Box<[u8]>),
+    Kept(DigestKey, Vec<Digest>),
     Small(Kind, Vec<u8>),
     Close,
 }
@@ -132,7 +136,8 @@ impl Job {
             Job::Bytes(_, bytes) => bytes.len(),
             Job::Small(_, bytes) => bytes.len(),
             Job::Output(_, packet) => packet.len(),
-            Job::Begin(_) | Job::End(..) | Job::Close => 0,
+            // No page waits for room that a spare fills with what it has.
+            Job::Kept(..) | Job::Begin(_) | Job::End(..) | Job::Close => 0,
         }
     }
 }
@@ -152,6 +157,7 @@ struct Queue {
     /// Ends of checkpoints that have not been acknowledged.
     unanswered: VecDeque<Position>,
     acknowledged: Option<Committed>,
+    kept: Told,
     stats: SendStats,
 }
 
@@ -169,6 +175,16 @@ impl Shared {
 
     fn wait<'a>(&self, queue: MutexGuard<'a, Queue>) -> MutexGuard<'a, Queue> {
         self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hands what a spare has kept to who encodes pages for it.
+    fn learn(&self, frame: &Frame<'_>) -> Result<(), FrameError> {
+        let mut queue = self.lock();
+        let (key, digests) = queue.kept.take(frame)?;
+        queue.urgent.push_back(Job::Kept(key, digests.to_vec()));
+        drop(queue);
+        self.changed.notify_all();
+        Ok(())
     }
 
     fn fail(&self, why: String) {
@@ -273,8 +289,9 @@ pub fn sender<W: Write, R: Read>(
         stream: write,
         shared: shared.clone(),
         encoder: PageEncoder::default(),
-        lines: Vec::new(),
+        beside: Vec::new(),
         buffer: FrameBuffer::default(),
+        full: false,
         frames: 0,
         hash: 0,
         pace: Pace::new(compression),
@@ -456,6 +473,17 @@ impl Sender {
         }
     }
 
+    /// Waits until the spare has told all that it has kept, the stream breaks, or time is up.
+    pub fn await_kept(&self, patience: Duration) {
+        let deadline = Instant::now() + patience;
+        let mut queue = self.shared.lock();
+        while !queue.kept.whole && queue.broken.is_none() && !queue.closing {
+            let Some(rest) = deadline.checked_duration_since(Instant::now()) else { return };
+            let waited = self.shared.changed.wait_timeout(queue, rest);
+            queue = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
     fn small(&self, kind: Kind, message: &impl minicbor::Encode<()>) -> Result<(), Broken> {
         match minicbor::to_vec(message) {
             Ok(bytes) => self.push(Job::Small(kind, bytes)),
@@ -520,9 +548,11 @@ pub struct Writer<W> {
     stream: W,
     shared: Arc<Shared>,
     encoder: PageEncoder,
-    /// Changed lines of the frame under way.
-    lines: Vec<u8>,
+    /// What is told beside pages in the frame under way.
+    beside: Vec<u8>,
     buffer: FrameBuffer,
+    /// The checkpoint under way is a full one.
+    full: bool,
     frames: u64,
     hash: u64,
     pace: Pace,
@@ -571,6 +601,7 @@ impl<W: Write> Writer<W> {
     fn carry_out(&mut self, job: Job) -> io::Result<()> {
         match job {
             Job::Begin(begin) => {
+                self.full = begin.full;
                 if begin.full {
                     self.encoder.begin_anew();
                 }
@@ -594,7 +625,15 @@ impl<W: Write> Writer<W> {
                 let (frames, hash) = (self.frames, self.hash);
                 let end = CheckpointEnd { position, frames, hash, inputs };
                 seal(&mut self.buffer, Kind::CheckpointEnd, &end);
+                if self.full {
+                    // The ghost before makes room for the one of this checkpoint.
+                    self.encoder.kept.end();
+                }
                 self.write()
+            }
+            Job::Kept(key, digests) => {
+                self.encoder.kept.learn(key, &digests);
+                Ok(())
             }
             Job::Output(epoch, packet) => {
                 seal_packet(&mut self.buffer, Kind::Output, epoch.0, &packet);
@@ -669,18 +708,18 @@ impl<W: Write> Writer<W> {
         let bytes = pages.len() * PAGE;
         let effort = self.pace.effort();
         self.buffer.clear();
-        let mut lines = std::mem::take(&mut self.lines);
-        lines.clear();
+        let mut beside = std::mem::take(&mut self.beside);
+        beside.clear();
         let start = Instant::now();
         let payload = self.buffer.payload();
         let (counts, bodies) = match effort {
             Effort::Squeeze => (self.encoder.squeeze(owner, runs, &pages, payload), Vec::new()),
-            Effort::Plain => self.encoder.plain(owner, runs, &pages, payload, &mut lines),
+            Effort::Plain => self.encoder.plain(owner, runs, &pages, payload, &mut beside),
         };
         let spent = start.elapsed();
         let body = |body: &Body| match body {
             Body::Page(number) => pages[*number],
-            Body::Lines(range) => &lines[range.clone()],
+            Body::Beside(range) => &beside[range.clone()],
         };
         let tail: Vec<&[u8]> = bodies.iter().map(body).collect();
         let after = self.buffer.payload().len() + tail.iter().map(|body| body.len()).sum::<usize>();
@@ -690,7 +729,7 @@ impl<W: Write> Writer<W> {
         self.stats.pages.add_all(counts);
         let flags = if effort == Effort::Squeeze { FLAG_REMEMBER } else { 0 };
         let sent = self.send_part_with(Kind::Pages, flags, &tail);
-        self.lines = lines;
+        self.beside = beside;
         sent
     }
 
@@ -858,7 +897,11 @@ impl<R: Read> ReplyReader<R> {
     }
 
     fn read(&mut self) -> Result<Reply, FrameError> {
-        let frame = self.frames.read(&mut self.stream)?;
+        let mut frame = self.frames.read(&mut self.stream)?;
+        while frame.kind == Kind::Kept {
+            self.shared.learn(&frame)?;
+            frame = self.frames.read(&mut self.stream)?;
+        }
         match frame.kind {
             Kind::Ack => {
                 let position: Position = open(&frame)?;
@@ -895,6 +938,7 @@ impl<R: Read> ReplyReader<R> {
             | Kind::Event
             | Kind::Packet
             | Kind::Output
+            | Kind::Kept
             | Kind::Members
             | Kind::SwitchoverOffer
             | Kind::GuestDied => {

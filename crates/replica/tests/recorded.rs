@@ -5,16 +5,17 @@ use std::io::{self, Read, Write};
 
 use hotspare_image::{Checkpoint, NodeId, Position, Term};
 use hotspare_replica::frame::{FrameReader, Kind};
-use hotspare_replica::message::{VERSION_MAX, VERSION_MIN, open};
+use hotspare_replica::message::{VERSION_MAX, VERSION_MIN, VERSION_OF_KEPT, open};
 use hotspare_replica::{
     GoodbyeCode, Greeting, Hello, HostFacts, HostRole, Incoming, Receiver, Reply, StagingLimits,
     Welcome, greeting,
 };
 
 /// Version, what the primary said, what the spare answered.
-const RECORDED: [(u32, &[u8], &[u8]); 2] = [
+const RECORDED: [(u32, &[u8], &[u8]); 3] = [
     (3, include_bytes!("recorded/v3-primary.bin"), include_bytes!("recorded/v3-spare.bin")),
     (4, include_bytes!("recorded/v4-primary.bin"), include_bytes!("recorded/v4-spare.bin")),
+    (5, include_bytes!("recorded/v5-primary.bin"), include_bytes!("recorded/v5-spare.bin")),
 ];
 
 /// The other end of a conversation that is over.
@@ -105,6 +106,7 @@ fn a_spare_of_each_version_is_understood() {
             match frame.kind {
                 Kind::Hello => drop(open::<Hello>(&frame).expect("a hello")),
                 Kind::Welcome => assert_eq!(open::<Welcome>(&frame).unwrap().version, version),
+                Kind::Kept => assert!(version >= VERSION_OF_KEPT),
                 Kind::Ack => acknowledged.push(open::<Position>(&frame).expect("a position")),
                 kind => panic!("version {version}: a spare says {kind:?}"),
             }

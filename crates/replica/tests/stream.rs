@@ -15,11 +15,12 @@ use hotspare_image::{Epoch, NodeId, Position, Term};
 use hotspare_replica::bases::PAGE;
 use hotspare_replica::frame::FrameError;
 use hotspare_replica::fuzz::bytes_of;
+use hotspare_replica::kept::digest;
 use hotspare_replica::message::{Refuse, RefuseCode};
 use hotspare_replica::{
     Channel, ChannelError, Compression, Content, Goodbye, GoodbyeCode, Greeting, GreetingError,
-    Hello, HostFacts, HostRole, Identity, Incoming, PageBatch, PageRun, Receiver, Replier, Reply,
-    Security, StagingLimits, Welcome, closed, keys, sender,
+    Hello, HostFacts, HostRole, Identity, Incoming, Keeper, PageBatch, PageRun, Receiver, Replier,
+    Reply, Security, Staged, StagingLimits, Welcome, closed, keys, sender,
 };
 
 const PLAIN: Security = Security::Plain { insecure: false };
@@ -104,6 +105,60 @@ fn checkpoints_cross(primary: Channel, spare: Channel, pages: usize, compression
         }
         let Incoming::Goodbye(goodbye) = receiver.next().unwrap() else { panic!() };
         assert_eq!(goodbye.code, GoodbyeCode::Stopped);
+    });
+}
+
+/// Has pages that are filled with one byte each.
+struct Filled(Vec<u8>);
+
+impl Keeper for Filled {
+    fn page(&mut self, number: u32, page: &mut [u8]) -> std::io::Result<()> {
+        let byte = self.0.get(number as usize).ok_or(std::io::ErrorKind::NotFound)?;
+        page.fill(*byte);
+        Ok(())
+    }
+}
+
+#[test]
+fn what_a_spare_has_kept_travels_as_numbers_until_it_has_the_first_checkpoint() {
+    let (primary, spare) = plain_pair();
+    let (read, write, _) = primary.split().unwrap();
+    let (sender, writer, mut replies) = sender(write, read, 4 << 20, Compression::Off);
+    let (spare_read, spare_write, _) = spare.split().unwrap();
+    let receiver = Receiver::new(spare_read, StagingLimits::default());
+    let mut receiver = receiver.with_keeper(Filled(vec![3, 4]));
+    let mut replier = Replier::new(spare_write);
+    let filled = |byte: u8| vec![byte; PAGE];
+    let key = [7; 32];
+    replier.kept(&key, &[3, 4].map(|byte| digest(&key, &filled(byte)))).unwrap();
+    replier.kept(&key, &[]).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| writer.run().unwrap());
+        scope.spawn(move || {
+            for _ in 1..=2 {
+                assert!(matches!(replies.next(), Ok(Reply::Committed(_))));
+            }
+        });
+        sender.await_kept(Duration::from_secs(60));
+        for epoch in 1..=2 {
+            // Where a page belongs is of no matter.
+            let (first, content) = (epoch << 20, [4, 5, 3, 4].map(filled).concat());
+            sender.begin(at(epoch), Term(1), epoch == 1).unwrap();
+            sender.pages(batch(first, content.clone())).unwrap();
+            sender.end(at(epoch), None).unwrap();
+            let Incoming::Checkpoint(mut checkpoint) = receiver.next().unwrap() else { panic!() };
+            let mut got = Vec::new();
+            while let Some((_, address, content)) = checkpoint.next_run().unwrap() {
+                assert_eq!(address, first + got.len() as u64);
+                let Staged::Bytes(bytes) = content else { panic!() };
+                got.extend_from_slice(&bytes);
+            }
+            assert!(got == content);
+            let sent = sender.stats().pages;
+            assert_eq!((sent.kept, sent.raw), (3, 4 * epoch - 3));
+            replier.acknowledge(at(epoch)).unwrap();
+        }
+        sender.goodbye(&Goodbye { code: GoodbyeCode::Stopped, text: "done".into() }).unwrap();
     });
 }
 

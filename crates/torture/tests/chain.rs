@@ -61,6 +61,73 @@ fn two_spares_survive_two_deaths() {
     two_deaths(&scene, &primary, [&one, &two]);
 }
 
+/// What a primary says of a spare that had pages of its first checkpoint: how many, of how many.
+fn pages_kept(primary: &Process) -> (u64, u64) {
+    says(primary, "pages from before");
+    let said = primary.said();
+    let line = said.lines().find(|line| line.contains("pages from before")).expect("a line");
+    let numbers = line.split(' ').filter_map(|word| word.parse().ok()).collect::<Vec<u64>>();
+    let [.., kept, all] = numbers[..] else { panic!("{line}") };
+    (kept, all)
+}
+
+/// Thirty megabytes of which no page is like another.
+fn fill(scene: &Scene) {
+    for key in 0..60 {
+        scene.set(&format!("big{key}"), &value(key));
+    }
+}
+
+fn value(key: u64) -> String {
+    (1..25_001).map(|at| format!("{:020x}", (key << 32 | at) * at)).collect()
+}
+
+#[test]
+fn a_spare_that_follows_an_heir_is_not_sent_what_it_has() {
+    let scene = Scene::new(3, EPOCH);
+    let one = scene.engine.spare(scene.host(1)).unwrap();
+    let two = scene.engine.spare(scene.host(2)).unwrap();
+    let primary = scene.run(&[1, 2]);
+    fill(&scene);
+    two_deaths(&scene, &primary, [&one, &two]);
+    // The last heir has no spare, and the first primary's had nothing yet.
+    let says = [&one, &two].map(|process| process.said().contains("pages from before"));
+    assert!(says[0] != says[1] && !primary.said().contains("pages from before"), "{says:?}");
+    let first = if says[0] { &one } else { &two };
+    let (kept, all) = pages_kept(first);
+    println!("{kept} of {all} pages were kept");
+    assert!(all > 7000 && kept > all / 10 * 9, "{kept} of {all}:\n{}", first.said());
+    for key in 0..60 {
+        assert_eq!(scene.get(&format!("big{key}")).as_deref(), Some(&*value(key)), "{key}");
+    }
+}
+
+/// The primary lives on, and the spare comes back with the ghost it had.
+#[test]
+fn a_spare_that_was_cut_off_is_not_sent_what_it_has() {
+    let scene = Scene::new(2, EPOCH);
+    let spare = scene.engine.spare(scene.host(1)).unwrap();
+    let primary = scene.run(&[1]);
+    protected_times(&primary, 1);
+    fill(&scene);
+    settle(&primary);
+    // The primary hears nothing of it and drops it; the spare hears the primary.
+    scene.lab.cut(scene.host(1), scene.host(0)).unwrap();
+    let told = |line: &Line| line.text.contains("\"unprotected\"").then_some(());
+    assert!(primary.stdout().find(HANG, told).is_some(), "{}", primary.said());
+    scene.set("meanwhile", "1");
+    scene.lab.heal().unwrap();
+    protected_times(&primary, 2);
+    let (kept, all) = pages_kept(&primary);
+    println!("{kept} of {all} pages were kept");
+    assert!(all > 7000 && kept > all / 10 * 9, "{kept} of {all}:\n{}", primary.said());
+    settle(&primary);
+    scene.host(0).kill().unwrap();
+    Engine::taken_over(&spare).unwrap();
+    assert_eq!(scene.get("meanwhile").as_deref(), Some("1"));
+    assert_eq!(scene.get("big7").as_deref(), Some(&*value(7)));
+}
+
 #[test]
 fn spares_that_only_dial_survive_two_deaths() {
     let mut scene = Scene::new(3, EPOCH);

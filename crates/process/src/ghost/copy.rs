@@ -22,7 +22,24 @@ use crate::pages::{Content, PageRun};
 /// Bytes read at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
+/// What a ghost has in memory, for a reader on another thread.
+#[derive(Debug)]
+pub struct GhostMemory {
+    /// Address spaces of the last checkpoint, and who has them.
+    pub spaces: Vec<(HostPid, AddressSpace)>,
+    /// Shared memory objects.
+    pub shared: BTreeMap<SharedId, OwnedFd>,
+}
+
 impl Ghost {
+    /// What it has in memory, which must take no checkpoint while that is read.
+    pub fn memory(&self) -> GhostResult<GhostMemory> {
+        let holders = self.holders();
+        let spaces = self.image().into_iter().flat_map(|image| &image.spaces);
+        let spaces = spaces.filter_map(|space| Some((*holders.get(&space.id)?, space.clone())));
+        Ok(GhostMemory { spaces: spaces.collect(), shared: self.duplicate_shared()? })
+    }
+
     /// The processes that have the address spaces of the last checkpoint.
     pub fn holders(&self) -> BTreeMap<MmId, HostPid> {
         let bodies = self.bodies.values().filter(|body| !body.zombie);

@@ -23,6 +23,13 @@ fn answers(dice: &mut Dice) -> io::Result<Vec<u8>> {
     if dice.below(2) == 0 {
         replier.path_open()?;
     }
+    if dice.below(2) == 0 {
+        let key = [dice.roll() as u8; 32];
+        for _ in 0..dice.below(3) {
+            replier.kept(&key, &vec![[dice.roll() as u8; 16]; 1 + dice.below(50)])?;
+        }
+        replier.kept(&key, &[])?;
+    }
     for epoch in 1..=SENT {
         let packets: Vec<Vec<u8>> = (0..dice.below(3))
             .map(|_| {
