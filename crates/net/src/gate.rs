@@ -32,6 +32,7 @@ use hotspare_replica::Committed;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
+use crate::company::Company;
 use crate::handshakes::{Fate, Handshakes, Threshold, connections, deferring};
 use crate::lease::{Lease, boot_ns};
 use crate::relay::Said;
@@ -104,8 +105,8 @@ struct Hold {
     cuts: VecDeque<(Epoch, u64)>,
     /// Where packets go instead of the host's interface.
     outlet: Option<Outlet>,
-    /// Packets that have gone there: what covers them, and since when they wait.
-    passed: VecDeque<(Epoch, Instant)>,
+    /// Packets that have gone there.
+    passed: VecDeque<Passed>,
     /// The last packet of the spare in the path that has entered the guest.
     inputs: u64,
     /// Such packets that wait until they may enter.
@@ -125,6 +126,8 @@ struct Hold {
     is_over: bool,
     /// When those that no checkpoint covers yet want one.
     wanted: Option<Instant>,
+    /// Who may be waited for before that.
+    company: Company,
     stats: GateStats,
     buffer: Vec<u8>,
 }
@@ -133,7 +136,17 @@ struct Hold {
 struct Waiting {
     epoch: Epoch,
     since: Instant,
+    /// It is not only an acknowledgement.
+    speaks: bool,
     packet: Box<[u8]>,
+}
+
+/// A packet that has gone to the spare in the path.
+#[derive(Debug)]
+struct Passed {
+    epoch: Epoch,
+    since: Instant,
+    speaks: bool,
 }
 
 impl std::fmt::Debug for Hold {
@@ -145,16 +158,22 @@ impl std::fmt::Debug for Hold {
 
 impl Hold {
     fn add(&mut self, packet: &[u8], now: Instant) {
-        self.want(now + patience(packet));
+        let patience = patience(packet);
+        self.want(now + patience);
+        let speaks = patience.is_zero();
+        if speaks {
+            self.company.sent();
+        }
         self.bytes += packet.len();
         let (epoch, packet) = (self.epoch, packet.into());
-        self.waiting.push_back(Waiting { epoch, since: now, packet });
+        self.waiting.push_back(Waiting { epoch, since: now, speaks, packet });
     }
 
     /// From now on packets belong to the checkpoint after this one.
     fn cut(&mut self, epoch: Epoch) {
         self.epoch = epoch.next();
         self.wanted = None;
+        self.company.cut();
         self.cuts.push_back((epoch, boot_ns()));
     }
 
@@ -187,6 +206,12 @@ impl Hold {
         if !self.waiting.is_empty() || !self.threshold.is_empty() {
             self.wanted = Some(now);
         }
+    }
+
+    /// From when on a checkpoint is due for what no one covers.
+    fn due(&self) -> Option<Instant> {
+        let wanted = self.wanted.filter(|_| self.is_closed)?;
+        Some(self.company.until().map_or(wanted, |until| wanted.max(until)))
     }
 
     fn want(&mut self, at: Instant) {
@@ -235,19 +260,28 @@ impl Hold {
         }
         let limit = self.limit();
         let first = self.waiting.pop_front_if(|first| first.epoch <= limit)?;
-        self.bytes -= first.packet.len();
+        let Waiting { epoch, since, speaks, packet } = first;
+        self.bytes -= packet.len();
         match self.outlet {
             // It goes on waiting there.
-            Some(_) => self.passed.push_back((first.epoch, first.since)),
-            None => self.stats.count(now.saturating_duration_since(first.since)),
+            Some(_) => self.passed.push_back(Passed { epoch, since, speaks }),
+            None => self.arrives(since, speaks, now),
         }
-        Some((first.epoch, first.packet))
+        Some((epoch, packet))
+    }
+
+    /// A packet is on its way to its receiver.
+    fn arrives(&mut self, since: Instant, speaks: bool, now: Instant) {
+        self.stats.count(now.saturating_duration_since(since));
+        if speaks {
+            self.company.answered(now);
+        }
     }
 
     /// The spare in the path has everything up to here: what waited there has left.
     fn has_left(&mut self, committed: Epoch, now: Instant) {
-        while let Some((_, since)) = self.passed.pop_front_if(|(epoch, _)| *epoch <= committed) {
-            self.stats.count(now.saturating_duration_since(since));
+        while let Some(passed) = self.passed.pop_front_if(|passed| passed.epoch <= committed) {
+            self.arrives(passed.since, passed.speaks, now);
         }
     }
 }
@@ -324,10 +358,11 @@ impl Gate {
             }
             let _ = self.bell.read();
             let mut hold = self.hold();
-            let before = hold.wanted;
+            let before = (hold.wanted, hold.company.until());
             let out = self.pass_out(&mut hold, BATCH);
-            let wanted = hold.wanted.is_some_and(|now| before.is_none_or(|before| now < before));
-            let wanted = wanted && hold.is_closed;
+            let sooner = |now: Instant| before.0.is_none_or(|before| now < before);
+            let complete = before.1.is_some() && hold.company.until().is_none();
+            let wanted = hold.is_closed && hold.wanted.is_some_and(|now| sooner(now) || complete);
             drop(hold);
             if wanted {
                 wake();
@@ -604,10 +639,10 @@ impl Gate {
         self.hold().bytes
     }
 
-    /// Since when, or from when on, output waits that no checkpoint covers.
+    /// Since when, or from when on, output that no checkpoint covers waits for one: it may wait for
+    /// others first, see the module `company`.
     pub fn wanted(&self) -> Option<Instant> {
-        let hold = self.hold();
-        hold.wanted.filter(|_| hold.is_closed)
+        self.hold().due()
     }
 
     /// What it has done since this was last asked.
@@ -695,6 +730,32 @@ mod tests {
         assert_eq!(hold.wanted, None);
         for flags in [flag::SYN | flag::ACK, flag::FIN | flag::ACK, flag::RST] {
             assert_eq!(patience(&packet(flags, b"")), Duration::ZERO, "{flags}");
+        }
+    }
+
+    /// Two clients, one a checkpoint behind the other, are covered by one checkpoint from then on.
+    #[test]
+    fn a_reply_waits_for_that_to_another_client_who_has_just_been_answered() {
+        let now = Instant::now();
+        let reply = packet(flag::ACK, b"a reply");
+        for has_path in [false, true] {
+            let outlet: Option<Outlet> = has_path.then_some(Box::new(|_, _| {}));
+            let mut hold = Hold { epoch: Epoch(1), is_closed: true, outlet, ..Hold::default() };
+            hold.add(&reply, now);
+            assert_eq!(hold.due(), Some(now), "alone");
+            hold.cut(Epoch(1));
+            hold.add(&reply, now);
+            assert_eq!(hold.due(), Some(now), "nobody has been answered yet");
+            hold.committed = Epoch(1);
+            while hold.next(now).is_some() {}
+            hold.has_left(Epoch(1), now);
+            assert!(hold.due() > Some(now), "the one who was answered may ask again");
+            hold.add(&packet(flag::ACK, b""), now);
+            assert!(hold.due() > Some(now), "he has not");
+            hold.add(&reply, now);
+            assert_eq!(hold.due(), Some(now));
+            hold.cut(Epoch(2));
+            assert_eq!(hold.due(), None);
         }
     }
 

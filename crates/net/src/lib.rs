@@ -3,6 +3,7 @@
 
 pub mod announce;
 pub mod callers;
+mod company;
 pub mod fuzz;
 pub mod gate;
 pub mod go_live;

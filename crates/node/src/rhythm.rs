@@ -3,7 +3,8 @@
 //! With `--epoch auto` that follows from what checkpoints cost. While nobody waits for one, the
 //! time that each takes (copying beside the guest, the pause, sending) is to be a twentieth of all
 //! time: a guest that writes little is checkpointed often, one that writes much seldom. While
-//! clients wait for one it comes as soon as the one before is acknowledged, as ever. (To let the
+//! clients wait for one it comes as soon as the one before is acknowledged, as ever, or when those
+//! are back who were answered by that (`hotspare_net`, `company`). (To let the
 //! guest first run for as long as it had stood still was tried: replies of a saturated Redis on 256
 //! connections were 8,300 and 8,350 a second with it, 8,000 and 9,600 without.)
 
