@@ -1,7 +1,7 @@
 //! Threads of a stopped guest: registers, and what only the thread itself can be asked.
 
 use std::sync::OnceLock;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hotspare_image::memory::GuestAddr;
 use hotspare_image::tree::{
@@ -13,7 +13,7 @@ use hotspare_kernel::thread_info::{self, Status};
 use hotspare_kernel::{HostPid, memory};
 
 use super::asleep::{self, Asleep};
-use crate::guest::{Held, Thread, restart_of};
+use crate::guest::{Held, SYSCALL_BYTES, SeenRestart, Thread, restart_of};
 use crate::objects::error::{ObjectError, ObjectResult};
 
 const RESTART_BLOCK: i64 = -516;
@@ -208,24 +208,58 @@ pub(crate) fn queued(thread: &Thread) -> ObjectResult<Vec<QueuedSignal>> {
 /// The kernel forgets which call it is that `restart_syscall` goes on with, so it is noted at the
 /// first interruption, which may be any stop; the arguments stay in the registers.
 pub(crate) fn note_restart(thread: &mut Thread, registers: &Registers) -> Option<Restart> {
+    thread.restart = seen_restart(thread.restart, registers);
+    let seen = thread.restart?;
+    Some(Restart { blocked_ns: seen.since.elapsed().as_nanos() as u64, call: seen.call })
+}
+
+fn seen_restart(before: Option<SeenRestart>, registers: &Registers) -> Option<SeenRestart> {
     if registers[reg::RAX] as i64 != RESTART_BLOCK || registers[reg::ORIG_RAX] as i64 == -1 {
-        thread.restart = None;
         return None;
     }
-    let call = registers[reg::ORIG_RAX] as i64;
-    let same = |seen: &Registers| {
-        [reg::RIP, reg::RSP, reg::RDI, reg::RSI, reg::RDX, reg::R10, reg::R8, reg::R9]
-            .iter()
-            .all(|&index| seen[index] == registers[index])
-    };
-    let seen = match thread.restart.filter(|seen| same(&seen.registers)) {
-        Some(seen) if call == RESTART_SYSCALL => seen,
-        _ if call == RESTART_SYSCALL => return None,
+    match registers[reg::ORIG_RAX] as i64 {
+        RESTART_SYSCALL => before.filter(|seen| {
+            seen.registers[reg::RIP] == registers[reg::RIP] && same_arguments(seen, registers)
+        }),
         // The call itself, not its restart: it has just begun, however alike the last one was.
-        _ => crate::guest::SeenRestart { registers: *registers, call, since: Instant::now() },
-    };
-    thread.restart = Some(seen);
-    Some(Restart { blocked_ns: seen.since.elapsed().as_nanos() as u64, call: seen.call })
+        call => Some(SeenRestart { registers: *registers, call, since: Instant::now() }),
+    }
+}
+
+fn same_arguments(seen: &SeenRestart, registers: &Registers) -> bool {
+    [reg::RSP, reg::RDI, reg::RSI, reg::RDX, reg::R10, reg::R8, reg::R9]
+        .iter()
+        .all(|&index| seen.registers[index] == registers[index])
+}
+
+/// The registers of a thread that is about to enter `restart_syscall`, as they are within: a stop
+/// can come between the kernel's putting it back and its first instruction. Nobody else calls
+/// that (restart_syscall(2)). With these the kernel puts it back once more.
+pub(crate) fn within_restart(
+    before: Option<SeenRestart>,
+    registers: &Registers,
+) -> Option<Registers> {
+    let seen = before.filter(|seen| same_arguments(seen, registers))?;
+    let behind = registers[reg::RIP].wrapping_add(SYSCALL_BYTES);
+    let about_to =
+        registers[reg::RAX] as i64 == RESTART_SYSCALL && behind == seen.registers[reg::RIP];
+    let mut within = *registers;
+    within[reg::RIP] = behind;
+    within[reg::RAX] = RESTART_BLOCK as u64;
+    within[reg::ORIG_RAX] = RESTART_SYSCALL as u64;
+    about_to.then_some(within)
+}
+
+/// What the image says of an interrupted call, for the thread that goes on with it.
+pub(crate) fn restart_again(image: &ThreadImage) -> Option<SeenRestart> {
+    let Restart { blocked_ns, call } = image.restart?;
+    let registers = image.registers;
+    if registers[reg::RAX] as i64 != RESTART_BLOCK {
+        return None;
+    }
+    let now = Instant::now();
+    let since = now.checked_sub(Duration::from_nanos(blocked_ns)).unwrap_or(now);
+    Some(SeenRestart { registers, call, since })
 }
 
 /// A thread stopped inside a restartable sequence would find the sequence forgotten when it comes
@@ -258,4 +292,37 @@ fn read_words<const N: usize>(tid: HostPid, address: u64) -> ObjectResult<[u64; 
         *word = u64::from_ne_bytes(bytes.try_into().expect("eight bytes"));
     }
     Ok(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn interrupted(call: i64) -> Registers {
+        let mut registers: Registers = [7; 27];
+        registers[reg::RIP] = 0x40_1002;
+        registers[reg::RAX] = RESTART_BLOCK as u64;
+        registers[reg::ORIG_RAX] = call as u64;
+        registers
+    }
+
+    #[test]
+    fn an_interrupted_call_is_known_by_its_restart_also_before_that_has_begun() {
+        let (first, again) = (interrupted(libc::SYS_poll), interrupted(RESTART_SYSCALL));
+        let seen = seen_restart(None, &first).expect("is one");
+        assert_eq!(seen.call, libc::SYS_poll);
+        assert_eq!(seen_restart(Some(seen), &again).expect("the same").call, libc::SYS_poll);
+        assert!(seen_restart(None, &again).is_none(), "nobody knows what it goes on with");
+        // Put back by the kernel, and stopped before it has begun.
+        let mut about_to = first;
+        about_to[reg::RIP] -= SYSCALL_BYTES;
+        about_to[reg::RAX] = RESTART_SYSCALL as u64;
+        assert_eq!(within_restart(Some(seen), &about_to), Some(again));
+        about_to[reg::ORIG_RAX] = u64::MAX;
+        assert_eq!(within_restart(Some(seen), &about_to), Some(again));
+        assert_eq!(within_restart(None, &about_to), None);
+        about_to[reg::RDI] = 8;
+        assert_eq!(within_restart(Some(seen), &about_to), None, "another call");
+        assert_eq!(within_restart(Some(seen), &first), None);
+    }
 }

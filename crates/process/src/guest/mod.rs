@@ -35,7 +35,7 @@ pub(crate) use register::SeenRestart;
 pub use register::{Ended, Process, Thread};
 pub use stop::Held;
 use waits::Next;
-pub(crate) use waits::restart_of;
+pub(crate) use waits::{SYSCALL_BYTES, restart_of};
 
 /// A process tree under our hand.
 #[derive(Debug)]

@@ -23,15 +23,15 @@ use hotspare_image::tree::{ProcessState, Restart};
 use hotspare_kernel::ptrace::{self, Registers, reg};
 use hotspare_kernel::{HostPid, memory, pidfd, socket, thread_info};
 
-use super::{Guest, Held, Thread, gone_is_fine};
-use crate::capture::threads::note_restart;
+use super::{Guest, Thread, gone_is_fine};
+use crate::capture::threads::{note_restart, restart_again, within_restart};
 use crate::objects::error::ObjectResult;
 
 /// Carry, auxiliary carry, zero, sign and overflow, without parity: no result is zero and negative
 /// at once. A system call keeps the flags, and programs take them as spoilt by it.
 const MARK: u64 = 0x8d1;
 const MARK_BITS: u64 = MARK | 4;
-const SYSCALL_BYTES: u64 = 2;
+pub(crate) const SYSCALL_BYTES: u64 = 2;
 
 /// A wait that was made again.
 #[derive(Clone, Copy, Debug)]
@@ -251,9 +251,14 @@ impl Guest {
             thread.asleep = None;
         }
         let settled = ptrace::registers(tid).and_then(|registers| {
-            if let Some(Held::Trap) = thread.held {
-                note_restart(thread, &registers);
-            }
+            let registers = match within_restart(thread.restart, &registers) {
+                Some(within) => {
+                    ptrace::set_registers(tid, &within)?;
+                    within
+                }
+                None => registers,
+            };
+            note_restart(thread, &registers);
             thread.stopped = settle(thread, &process.pidfd, &registers, next)?;
             Ok(())
         });
@@ -284,7 +289,8 @@ impl Guest {
         Ok(())
     }
 
-    /// Takes over from the image which waits of an adopted tree were put back, and when they end.
+    /// Takes over from the image which calls the threads of an adopted tree are in: those that go
+    /// on where they were interrupted, and waits that were put back, and when they end.
     pub fn adopt_waits(&mut self, image: &Checkpoint) -> ObjectResult<()> {
         let alive = image.processes.iter().filter_map(|process| match &process.state {
             ProcessState::Alive(live) => Some((process.pid, live)),
@@ -298,13 +304,14 @@ impl Guest {
             for image in &live.threads {
                 let registers = &image.registers;
                 let Some(Restart { blocked_ns, call }) = image.restart else { continue };
-                if registers[reg::EFLAGS] & MARK_BITS != MARK {
-                    continue;
-                }
                 let mut threads = self.threads.values_mut();
                 let own =
                     threads.find(|one| one.process == process.pid && one.guest_tid == image.tid);
                 let Some(thread) = own else { continue };
+                thread.restart = restart_again(image);
+                if registers[reg::EFLAGS] & MARK_BITS != MARK {
+                    continue;
+                }
                 let found = limit(thread.tid, &process.pidfd, call, registers);
                 let Ok(Some(Limit { time, late })) = found else { continue };
                 let blocked = Duration::from_nanos(blocked_ns);

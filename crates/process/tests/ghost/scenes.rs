@@ -25,6 +25,7 @@ const SCENES: &[(&str, Scene)] = &[
     ("orphans_have_the_parents_that_the_guest_gave_them", orphans),
     ("threads_and_memory_survive_fifty_increments", memory_survives),
     ("endless_waits_see_no_stop", waits_on),
+    ("interrupted_calls_go_on_after_two_takeovers_and_an_ignored_signal", restarts_twice),
     ("a_ghost_that_is_dropped_leaves_no_process", dropped_ghost_is_gone),
 ];
 
@@ -295,6 +296,40 @@ fn waits_on() {
     primary.run_until("waits");
     primary.run_for(Duration::from_millis(50));
     let mut primary = moved(primary, 10);
+    assert_eq!(primary.line(), "woken 1 0");
+}
+
+/// Calls that go on where they were interrupted (restart_syscall(2)), here twice, and a signal that
+/// nobody minds.
+const RESTARTER: &str = "
+import ctypes, os, signal, struct, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+r, w = os.pipe()
+def polls():
+    watched = ctypes.create_string_buffer(struct.pack('ihh', r, 1, 0))
+    got = libc.poll(watched, 1, -1)
+    print('woken', got, ctypes.get_errno(), flush=True)
+def sleeps():
+    got = libc.nanosleep(struct.pack('qq', 3, 0), None)
+    print('slept', got, ctypes.get_errno(), flush=True)
+threads = [threading.Thread(target=each) for each in (polls, sleeps)]
+for each in threads:
+    each.start()
+time.sleep(0.05)
+signal.pthread_kill(threads[0].ident, signal.SIGWINCH)
+signal.pthread_kill(threads[1].ident, signal.SIGURG)
+time.sleep(0.05)
+print('waits', flush=True)
+threads[1].join()
+os.write(w, b'x')
+";
+
+fn restarts_twice() {
+    let mut primary = Primary::start(&["python3", "-c", RESTARTER]);
+    primary.run_until("waits");
+    let primary = moved(primary, 10);
+    let mut primary = moved(primary, 10);
+    assert_eq!(primary.line(), "slept 0 0");
     assert_eq!(primary.line(), "woken 1 0");
 }
 
