@@ -62,7 +62,9 @@ impl Company {
 
     /// The guest is stopped for a checkpoint that covers all that it has sent.
     pub fn cut(&mut self) {
-        if self.hurry > 0 {
+        if self.sent == 0 {
+            // Nobody waits for this one.
+        } else if self.hurry > 0 {
             self.hurry -= 1;
         } else if !self.is_complete() {
             self.vain = (self.vain * 2).clamp(1, TRIED_ANEW);
@@ -117,6 +119,16 @@ mod tests {
         for _ in 0..10 {
             assert!(!round(&mut company, 1, 1));
         }
+    }
+
+    #[test]
+    fn an_idle_guest_says_nothing_of_its_clients() {
+        let mut company = Company::default();
+        for _ in 0..100 {
+            round(&mut company, 8, 0);
+        }
+        assert_eq!((company.vain, company.hurry), (0, 0));
+        assert!(round(&mut company, 8, 1));
     }
 
     #[test]
