@@ -144,10 +144,10 @@ impl Teller<'_> {
     /// Whoever is told of a page can ask for it.
     fn flush(&mut self) -> anyhow::Result<()> {
         let digests: Vec<Digest> = self.batch.iter().map(|(_, digest)| *digest).collect();
-        let mut pages = self.kept.lock();
         if digests.is_empty() {
             return Ok(());
         }
+        let mut pages = self.kept.lock();
         ensure!(!pages.is_over, "the checkpoint is here");
         ensure!(pages.told.len() + digests.len() <= KEPT_MAX, "these are {KEPT_MAX} pages");
         pages.told.append(&mut self.batch);

@@ -52,15 +52,6 @@ fn two_deaths(scene: &Scene, primary: &Process, spares: [&Process; 2]) {
     assert_eq!(takeovers(one), 1);
 }
 
-#[test]
-fn two_spares_survive_two_deaths() {
-    let scene = Scene::new(3, EPOCH);
-    let one = scene.engine.spare(scene.host(1)).unwrap();
-    let two = scene.engine.spare(scene.host(2)).unwrap();
-    let primary = scene.run(&[1, 2]);
-    two_deaths(&scene, &primary, [&one, &two]);
-}
-
 /// What a primary says of a spare that had pages of its first checkpoint: how many, of how many.
 fn pages_kept(primary: &Process) -> (u64, u64) {
     says(primary, "pages from before");
@@ -83,7 +74,7 @@ fn value(key: u64) -> String {
 }
 
 #[test]
-fn a_spare_that_follows_an_heir_is_not_sent_what_it_has() {
+fn two_spares_survive_two_deaths_and_who_follows_is_not_sent_what_it_has() {
     let scene = Scene::new(3, EPOCH);
     let one = scene.engine.spare(scene.host(1)).unwrap();
     let two = scene.engine.spare(scene.host(2)).unwrap();

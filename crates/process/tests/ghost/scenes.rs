@@ -313,12 +313,18 @@ def sleeps():
     got = libc.nanosleep(struct.pack('qq', 3, 0), None)
     print('slept', got, ctypes.get_errno(), flush=True)
 threads = [threading.Thread(target=each) for each in (polls, sleeps)]
+def within(thread, *calls):
+    path = f'/proc/self/task/{thread.native_id}/syscall'
+    while open(path).read().split()[0] not in calls:
+        time.sleep(0.001)
 for each in threads:
     each.start()
-time.sleep(0.05)
-signal.pthread_kill(threads[0].ident, signal.SIGWINCH)
-signal.pthread_kill(threads[1].ident, signal.SIGURG)
-time.sleep(0.05)
+    # poll, nanosleep, clock_nanosleep
+    within(each, '7', '35', '230')
+for each, ignored in zip(threads, [signal.SIGWINCH, signal.SIGURG]):
+    signal.pthread_kill(each.ident, ignored)
+    # restart_syscall
+    within(each, '219')
 print('waits', flush=True)
 threads[1].join()
 os.write(w, b'x')

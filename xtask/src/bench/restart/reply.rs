@@ -129,8 +129,7 @@ fn rounds(
     let sites = (0..jobs).map(|_| recorded.elsewhere()).collect::<Result<Vec<_>>>()?;
     let (sites, went) = (Mutex::new(sites), Mutex::new(Vec::new()));
     side_by_side(jobs, 0..count, |round| {
-        // There are as many as are at work.
-        let Some(site) = lock(&sites).pop() else { return };
+        let site = lock(&sites).pop().expect("there are as many as are at work");
         for (kind, how) in kinds.iter().enumerate() {
             let one = restart(&site, *how, speed, keys, round as u64);
             println!("round {round}, {how:?}: {one:?}");
